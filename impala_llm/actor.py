@@ -4,7 +4,7 @@
 
 An episode starts only with a ticket from the learner and ends in exactly one of two ways: its trajectory, or its last
 unroll, is sent, or its ticket is given back with the reason. Weights are swapped between two decoding steps while
-episodes go on; a ticket that asks for a newer policy version than the engine has waits for it.
+episodes continue; a ticket that asks for a newer policy version than the engine has waits for it.
 
 Where evaluations inside of the run are wanted, a part of its places is for their tasks (evaluation_episodes.py), which
 need no ticket.
@@ -110,7 +110,7 @@ class Actor:
         """Restarts inside of engines that were given up, and how often one was given up or did not start."""
         self.start_at = 0.0
         """Monotonic time before which it is not restarted."""
-        # Without a value past its end a part of an episode teaches nothing.
+        # An aborted episode can be trained on only if a value is bootstrapped at its end.
         self.keep_aborted = config.algorithm.credit.uses_values
         self.channel = endpoint.connect()
         """An `ActorChannel` to each rank of the learner."""
@@ -123,7 +123,7 @@ class Actor:
         self.load_seconds = 0.0
         self.announced = -1
         self.num_new_learners = 0
-        """Learners that have come since servers were reclaimed: one may have left them in the middle of a transfer."""
+        """Number of learners that have started since servers were reclaimed: one may have died during a transfer."""
         self.faults = EnvironmentFaults(config.actor.fault_patience_s)
         self.evaluation_faults = EnvironmentFaults(config.actor.fault_patience_s)
         """Faults of evaluation tasks: they end no actor, since it may train all the same."""
@@ -368,7 +368,7 @@ class Actor:
         if (fed := self.fed_engine) is not None and (come := self.num_new_learners):
             with self.board.lease() as lease:
                 await fed.reclaim(lease)
-            self.num_new_learners -= come  # not before: a failed one is due again. Another learner may have come.
+            self.num_new_learners -= come  # not before: a failed one is due again. Another learner may start.
             return
         if fed is not None and await fed.adopt(self.announced):
             return
@@ -398,7 +398,7 @@ class Actor:
 
 
 class ActorRefused(RuntimeError):
-    """The learner of a run that goes on does not take this actor. The message is the learner's."""
+    """The learner has refused this actor, and its run continues. The message is the learner's."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -51,10 +51,10 @@ class Reporter:
             "actor/running_episodes": float(len(actor.running)),
             "actor/resident_memory_gb": psutil.Process().memory_info().rss / 1e9,
             "pipeline/queue_fill": actor.channel.arena_fill,
-            # Of weights that the learner sends it knows the times itself.
+            # The learner measures the times of weights that it sends itself.
             **({} if actor.fed_engine is not None else load_times),
             "actor/engine_up": float(actor.is_up and stats.is_up),
-            # Those of an engine that was given up are among the actor's.
+            # The actor's number includes the restarts of engines that were given up.
             "actor/engine_restarts": float(actor.engine_restarts + (stats.restarts if actor.is_up else 0)),
             **({} if actor.agents is None else actor.agents.metrics()),
         }

@@ -26,19 +26,19 @@ from impala_llm.log_lines import STAMP
 from impala_llm.supervised import PROGRESS, RENDEZVOUS, SUPERVISOR, WORKED, signal_name
 
 GRACE_S = 5.0
-"""Time between the polite signal and the kill."""
+"""Seconds between SIGTERM and SIGKILL."""
 SAVING_S = 120.0
-"""The same for a process that says that it is saving what was learned."""
+"""Seconds between SIGTERM and SIGKILL for a process that has reported that it is saving."""
 GUARD_S = 3.0
 """Seconds that orphans have for ending by themselves."""
 MAX_RESTARTS = 20
 """Restarts of an actor without a trajectory acknowledged in between."""
 POLL_S = 0.02
-"""Time between two looks at processes that are ending."""
+"""Seconds between two checks of processes that are ending."""
 LOG_END = 4096
 """Bytes at the end of a log in which the last line is looked for."""
 MOST_READS = 16
-"""Reads of a pipe at one look: the supervisor has other children, and whoever floods a pipe gives it always more."""
+"""Most reads of a pipe in a row: a child that floods its pipe must not keep the supervisor from its other children."""
 PROGRESS_BAR = re.compile(r"\d%\|")
 FAMILY = "IMPALA_LLM_FAMILY"
 """Environment variable by which a supervisor recognises the descendants of a child: a server has a session of its own,
@@ -196,7 +196,7 @@ class Child:
                         self._take(line)
 
     def _take(self, line: bytes) -> None:
-        """Keep a message. A line that is none is passed over: what runs in the process has the descriptor too."""
+        """Keep a message. A line that is not a message is ignored: other code in the process may write to the pipe."""
         try:
             message = json.loads(line, parse_int=_parse_number)
         except (ValueError, RecursionError, OverflowError):
@@ -295,7 +295,8 @@ def end(children: Sequence[Child], polite: bool) -> None:
                 break
             time.sleep(POLL_S)
         _signal_groups(processes, signal.SIGKILL)  # also what is left of their groups
-    # Of those that are left nobody hears where their fork server is stopped: it is killed then, and they with it.
+    # The fork server reports the exit of its processes. If it is stopped, no report arrives before the time is over:
+    # closing it kills it, and its processes with it.
     killed = [process for _, processes in running for process in processes]
     until = time.monotonic() + GUARD_S
     while any([process.poll() is None for process in killed]) and time.monotonic() < until:
@@ -340,6 +341,6 @@ def _relatives(families: set[str]) -> list[psutil.Process]:
 
 
 def say(text: str) -> None:
-    """Print a line for the user. On a full disk it is lost, and the run goes on."""
+    """Print a line for the user. On a full disk the line is lost, and the run continues."""
     with contextlib.suppress(OSError):
         print(f"impala-llm: {text}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """Entry of the console script `impala-llm`.
 
-What the commands need is imported inside of `main`: that takes a second, in which Ctrl-C is no error either.
+The modules of the commands are imported inside of `main`: that takes a second, in which Ctrl-C is not an error either.
 """
 
 import atexit
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: its words; None: those of this process.
 
     Returns:
-        The exit code: 2 for bad input, 130 after Ctrl-C, 141 where nobody reads what is printed.
+        The exit code: 2 for bad input, 130 after Ctrl-C, 141 if the reader of its output has ended.
     """
     atexit.register(gc.freeze)  # the collections at the end of the process took longer than what many commands do
     os.environ.setdefault("TQDM_DISABLE", "1")  # transformers has a bar for every file that it reads or writes

@@ -1,13 +1,12 @@
 """Loops that numba compiles: at the first call, without the GIL, kept on disk for the next process.
 
-Invariant: what is kept only saves time. It is of the sources as they are: numba looks at the file of a function alone,
-and here a change in a file from which it imports constants or functions compiles it anew as well. A disk that is full
-or cannot be written, and a file that is damaged, cost the compilation and one warning, and are never an error of the
-call.
+Invariant: the cache only saves time, and always matches the sources. numba checks the file of a function alone; here a
+change in a file from which it imports constants or functions makes it compile anew as well. A disk that is full or
+cannot be written, and a damaged file, cost the compilation and one warning, and never make a call fail.
 
-Compiled code is kept beside the source, or, where this user cannot write there, in the user's own cache folder; a user
-who has none reads what lies beside the source.
-NUMBA_CACHE_DIR names another one: its files are unpickled, so that nobody else may write there.
+Compiled code is kept beside the source, or, if this user cannot write there, in the user's own cache folder; a user
+without one only reads the code beside the source.
+NUMBA_CACHE_DIR names another one: its files are unpickled, so that no other user may write there.
 """
 
 import ast
@@ -28,7 +27,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Installed(InTreeCacheLocator):
-    """Beside the source, to be read only: an installation that was compiled by whoever made it."""
+    """Cache beside the source, read-only: that of an installation which was compiled when it was made."""
 
     def ensure_cache_path(self) -> None:
         if not any(Path(self.get_cache_path()).glob("*.nbi")):

@@ -1,8 +1,7 @@
 """Composes the settings with Hydra and has them checked. Meaning of each: settings.py; rules: settings_checks.py.
 
-Invariant: whoever holds a `Config` holds a checked one. `load` composes it from configs/ and `key=value` overrides and
-stops before any process, socket or file exists, with sentences that name key, value and fix.
-Nobody else reads raw Hydra dicts.
+Invariant: every `Config` has been checked. `load` composes it from configs/ and `key=value` overrides, and fails before
+any process, socket or file exists, with sentences that name key, value and fix. No other module reads raw Hydra dicts.
 """
 
 import enum
@@ -274,7 +273,7 @@ def _flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _settings_file(path: Path) -> DictConfig:
-    """Contents of a YAML file with settings. Raises ConfigError where it is none."""
+    """Contents of a YAML file with settings. Raises ConfigError if the file is not one."""
     try:
         text = path.expanduser().read_text()
         settings = OmegaConf.create(text) if isinstance(yaml.safe_load(text), dict | list | None) else None
@@ -377,7 +376,7 @@ def threads_per_process(config: Config) -> int:
 
 
 def _of_group(key: str, known: Mapping[str, object]) -> str:
-    """Why a key takes no value, where it is a group of settings; empty where it is none."""
+    """Reason why a key takes no value: it is a group of settings. Empty for any other key."""
     inside = [f"{name}={default}" for name, default in known.items() if name.startswith(f"{key}.")]
     if not inside or key in known or _kind_of(key) is not None:
         return ""
@@ -418,7 +417,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         return f"{where}{key}={value} cannot be resolved ({why}): write the value itself, or correct what it refers to"
     for cause in causes:
         full_key = getattr(cause, "full_key", None)
-        # What is wrong with a word of the command line names the word; the rest stands in a file.
+        # A problem of a word of the command line names the word; any other one is in a file.
         where = f"settings file {file}: " if file and full_key not in given else ""
         if isinstance(cause, OverrideParseException):
             return f"{cause.override} cannot be read: quote a value with special characters, as in \"key='a=b'\""

@@ -1,9 +1,9 @@
 """Records demonstrations: episodes that a script, a policy or a person plays, see demonstrations.py.
 
 A script and a person answer in text. Here they are engines, so that the same rollout lays their episodes out as it does
-a policy's: what the environment is given is what the ids of the answer say. Their answers have log-probability 0.
+a policy's: the environment gets the text of the answer's ids. Their answers have log-probability 0.
 
-Invariant: what was recorded stays. Recording that was interrupted goes on; what the folder has is not played again. One
+Invariant: recorded episodes are kept. An interrupted recording continues without playing again what the folder has. One
 process at a time records into a folder.
 """
 
@@ -66,7 +66,7 @@ def record(config: Config) -> Path:
         ConfigError: the folder's are of other settings, or another process records into it, or it cannot be written
             to, or the environment has no script, or another command uses servers of `engine.urls`.
         EngineError, EnvironmentFault: the episodes cannot be played.
-        SystemExit: SIGINT, SIGTERM or SIGHUP has come; what was recorded is written.
+        SystemExit: SIGINT, SIGTERM or SIGHUP was received; what was recorded is written.
     """
     settings, folder = config.demonstrations, Path(config.demonstrations.dir)
     policy = resolve_policy(config)

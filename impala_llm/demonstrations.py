@@ -7,8 +7,8 @@
 docs/demonstrations.md has every field. Nothing is pickled.
 
 Invariant: the lines of a part are renamed into place after its arrays, so a part that has lines is whole. Parts are
-never changed: who records further episodes adds one. The arrays carry a checksum of the lines, since only their order
-says whose tokens are whose, and one of their own, since a token that is damaged is a token.
+never changed: further episodes are recorded into a new part. The arrays carry a checksum of the lines, since only their
+order says whose tokens are whose, and one of their own, since a token that is damaged is a token.
 """
 
 import argparse
@@ -130,7 +130,7 @@ def add_part(folder: Path, demonstrations: Sequence[Demonstration]) -> None:
     number = 1 + max(map(_number, _parts(folder)), default=-1)
     rows = [d.trajectory for d in demonstrations]
     arrays = {name: np.concatenate([getattr(row, name) for row in rows]) for name in ARRAY_FIELDS}
-    # In ASCII: some of Unicode's characters end a line for whoever reads one, and half a surrogate pair has no UTF-8.
+    # In ASCII: readers take some of Unicode's characters for the end of a line, and a lone surrogate has no UTF-8.
     lines = "".join(json.dumps(_line(d)) + "\n" for d in demonstrations).encode("ascii")
     metadata = {CHECKSUM: hashlib.sha256(lines).hexdigest(), ARRAYS_CHECKSUM: _checksum(arrays)}
     path = folder / f"part-{number:05d}.jsonl"
@@ -278,7 +278,7 @@ def _line(demonstration: Demonstration) -> dict[str, Any]:
 
 
 def _put(path: Path, write: Any) -> None:
-    """Write a file aside and rename it, so that nobody sees half of one."""
+    """Write a file under another name and rename it, so that no process sees an incomplete file."""
     aside = path.with_name(f"{path.name}.new-{os.getpid()}")
     try:
         write(aside)

@@ -1,7 +1,7 @@
 """`impala-llm doctor`: looks at this host, and at how settings fit it; says of each part what is there, and what to do.
 
-The checks of the settings are those that `train` and `actors` make (preflight.py). Beside them stands what a start does
-not look at: versions, what torch makes of the GPUs, memory for the weights, a process group of two ranks.
+The checks of the settings are those that `train` and `actors` make (preflight.py). In addition it checks what a start
+does not look at: versions, what torch makes of the GPUs, memory for the weights, a process group of two ranks.
 
 Invariant: it leaves nothing behind, and torch is imported by child processes alone.
 """
@@ -125,7 +125,7 @@ def examine(overrides: Sequence[str]) -> list[Finding]:
     for part, functions in checks.items():
         problems = [problem for check in functions for problem in check(config)]
         state, more = DETAILS[part](config)
-        # Where preflight has the cause already, its consequences are not said as well.
+        # If preflight has found the cause, its consequences are not reported as well.
         found.append(Finding(part, state, problems or more))
     found += [processes(config), open_files(config)]
     if is_learner:

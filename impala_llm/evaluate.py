@@ -43,11 +43,12 @@ from impala_llm.trajectory import Trajectory
 NEGLIGIBLE = 0.01
 """Difference of scores, which lie in [0, 1], below which policies count as equally good, however sure it is."""
 FEWEST_TASKS = 6
-"""Tasks that a verdict needs: of policies that are equally good five tasks all rise, or all fall, in 6 % of cases."""
+"""Least number of tasks for a verdict: with equally good policies all of five tasks rise, or all fall, in 6 % of
+cases."""
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
-"""Runs what plays, such as `asyncio.run`. Where several things are played, each of them in the same event loop: an
-environment or a verifier may keep a client that belongs to the first one."""
+"""Runs the coroutine that plays episodes, such as `asyncio.run`. If there are several coroutines, all are run in one
+event loop: an environment or a verifier may keep a client that belongs to the first loop."""
 
 
 @dataclass(frozen=True)

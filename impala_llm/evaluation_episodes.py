@@ -1,7 +1,7 @@
 """Evaluation tasks at an actor: played beside its training episodes, on the same engine, in a part of its places.
 
-Invariant: what is played is what the learner named last. A result is kept until another evaluation begins, and sent
-again whenever its task is named again: the learner names a task until it has the result.
+Invariant: only the tasks that the learner named last are played. A result is kept until another evaluation begins, and
+sent again whenever its task is named again: the learner names a task until it has the result.
 """
 
 import asyncio
@@ -116,5 +116,5 @@ class EvaluationEpisodes:
 
 
 def evaluation_places(config: Config) -> int:
-    """How many evaluation tasks an actor plays at once."""
+    """Number of evaluation tasks that an actor plays at once."""
     return max(1, int(config.evaluation.run_share * config.actor.max_episodes))

@@ -87,8 +87,8 @@ class ForkServer:
     """The supervisor's side. The server is started at the first request, and again if it has died.
 
     Args:
-        environment: what all its processes have in common. What is read when a program or a library is loaded must be
-            in it, such as OMP_NUM_THREADS.
+        environment: variables of all its processes. Those that are read when a program or library is loaded, such as
+            OMP_NUM_THREADS, must be in it.
     """
 
     environment: Mapping[str, str]
@@ -278,8 +278,8 @@ def _show_command_line(command: Sequence[str]) -> None:
 
 
 def _show_environment(changed: Mapping[str, str]) -> None:
-    """Let /proc/PID/environ show new values in place of the server's that are as long: who looks for the descendants of
-    a process, those that it forks itself among them, reads it there."""
+    """Let /proc/PID/environ show new values in place of the server's, which are as long: a search for the descendants
+    of a process, including those that it forks itself, reads them there."""
     start, end = _memory(_ENV_START, _ENV_END)
     area = ctypes.string_at(start, end - start)
     for key, value in changed.items():

@@ -25,7 +25,7 @@ def visible_gpus() -> list[str]:
     """GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; empty without."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
-        # CUDA ends its list at the first name that is none.
+        # CUDA ends its list at the first name that is not a device.
         return list(takewhile(lambda name: name not in ("", "-1"), map(str.strip, named.split(","))))
     # torch would know as well, and cost seconds and gigabytes in every supervisor.
     if (tool := shutil.which("nvidia-smi")) is None:

@@ -1,6 +1,7 @@
 """Addresses of hosts: TCP endpoints, files that hold one, and the names of key files. No sockets.
 
-Invariant: without keys only endpoints on this host pass; what is not known to be on this host counts as another one.
+Invariant: without keys only endpoints on this host pass; an address that is not known to be this host's counts as
+another host's.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from impala_llm.trajectory import Trajectory
 
 def returns_to_go(t: Trajectory, discount: float) -> np.ndarray:
     """float32[turns]: the sum of the rewards from each turn on, those k turns later times γ^k; NaN where the episode
-    was cut, and nobody knows what would have come.
+    was cut, and the rest of its reward is unknown.
 
     Args:
         discount: γ, a turn.
@@ -141,5 +141,5 @@ class Imitation:
         places = self._places(micro)
         try:
             self.model.action_log_probs(hidden[places - 1], micro.tokens[places], 1.0)[0].sum().backward()
-        finally:  # memory may run out amid it
+        finally:  # memory may run out before the backward has ended
             self.model.zero_grad(set_to_none=True)

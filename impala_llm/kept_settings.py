@@ -1,4 +1,4 @@
-"""config.yaml in the folder of a run: all of its settings, by which it goes on and from which others begin."""
+"""config.yaml in the folder of a run: all its settings, with which it is continued and from which others begin."""
 
 import errno
 import os
@@ -32,14 +32,14 @@ def keep_settings(config: Config) -> None:
 
 
 def for_other_runs(config: Config) -> Config:
-    """Return the settings as they stand in a file from which another run, by another `run.name`, may begin."""
+    """Return the settings for a file from which another run, with another `run.name`, may begin."""
     settings = {name: replace(getattr(config, name), dir=_by_name(config, name)) for name in WITH_FOLDER}
-    # run.resume=true is an answer to one question: the next one is asked again.
+    # run.resume was given for this run alone: another one begins with the default.
     return replace(config, **settings | {"run": replace(settings["run"], resume=Config().run.resume)})
 
 
 def _by_name(config: Config, section: str) -> str:
-    """The folder of a section as its default, which follows run.name, where it is that."""
+    """Return the folder of a section; if it is the default for this run.name, return the default with ${run.name}."""
     folder: str = getattr(config, section).dir
     by_default: str = getattr(Config(), section).dir
     return by_default if by_default.replace("${run.name}", config.run.name) == folder else folder

@@ -65,7 +65,7 @@ def num_positions(whole: dict[str, Any]) -> int | None:
 
 
 def other_vocabulary(key: str, path: str | Path, size: int, of_policy: int) -> str:
-    """Why a model cannot score the tokens of a policy whose vocabulary has another size."""
+    """Message for a model that cannot score the tokens of a policy, since its vocabulary has another size."""
     return (
         f"{key}={path} has a vocabulary of {size} tokens, the policy one of {of_policy}: name a model with the "
         f"policy's tokenizer, or leave it out ({key}=null)"

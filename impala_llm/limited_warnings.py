@@ -16,7 +16,7 @@ class RateLimitedWarnings:
     """Logs the first warning of a kind, then at most one in `interval_s` seconds with the number of those left out.
 
     Args:
-        on_terminal: the supervisor, where there is one, shows them as well: what the user must know of.
+        on_terminal: the supervisor, if there is one, shows them as well: for warnings that the user must see.
     """
 
     def __init__(self, interval_s: float = 10.0, on_terminal: bool = False) -> None:

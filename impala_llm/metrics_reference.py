@@ -88,7 +88,7 @@ COMBINED = {
     Kind.SAMPLE_SIZE: "effective sample size",
     Kind.EXPLAINED: "explained variance",
 }
-"""How values combine, in a word."""
+"""Rule by which values combine, in a word."""
 
 PARTS = {
     "rollout": "What the agents achieve: training episodes that ended since the last update.",

@@ -66,7 +66,7 @@ HINT = "shows a letter and wants it back. Replace both by what your agent has to
 
 
 def main(words: Sequence[str]) -> int:
-    """Write both files, or none. Returns the exit code: 2 where the name is none, a file is there already, or the disk
+    """Write both files, or none. Returns the exit code: 2 if the name is not valid, a file exists, or the disk
     refuses one."""
     if len(words) != 1 or words[0].startswith("-"):
         print("impala-llm new-env NAME: writes NAME.py and test_NAME.py into this directory", file=sys.stderr)

@@ -263,7 +263,7 @@ def _folder(config: Config) -> list[str]:
     folder = Path(config.run.dir)
     if folder.exists() and not folder.is_dir():
         return [f"run.dir={folder} is a file: name a folder, which is made if it is missing"]
-    # What follows may refuse the start, and a dry run starts nothing: what is made here goes again.
+    # Later checks may refuse the start, and a dry run starts nothing: folders that are made here are removed again.
     missing = [part for part in (folder / "logs", folder, *folder.parents) if not part.exists()]
     done = "made"
     try:
@@ -443,7 +443,7 @@ def _key_problems(config: Config, load: Callable[[Path], object]) -> list[str]:
 
 
 def _ports(config: Config) -> list[str]:
-    """Those of the ranks, and the weight server's above them."""
+    """Ports of the ranks, and of the weight server, which follows them."""
     bind = config.pipeline.bind
     if bind is None:
         return []
@@ -492,7 +492,7 @@ def reserved_bytes(config: Config) -> dict[str, int]:
     """Bytes of shared memory by the setting that they follow from, on the learner's host; where the learner is on
     another one, on that of its actors.
 
-    All of it is reserved as the processes start: what does not fit is an error then, again and again.
+    All of it is reserved as the processes start: without room they would fail again and again.
     """
     pipeline, path = config.pipeline, config.model.path
     if not config.learner_processes_here:  # what the relay fetches
@@ -547,7 +547,7 @@ def _disk(config: Config) -> list[str]:
     num_parts = 1 if config.model.lora.rank else 3
     weights = float32_bytes(config.model.path)
     needed = DISK_SPARE + (num_policies + num_parts * num_checkpoints) * weights
-    # What takes their place is written before they go.
+    # Their successors are written before they are removed.
     needed = max(needed - _bytes_replaced(folder), DISK_SPARE + num_parts * weights)
     there = next(part for part in (folder, *folder.absolute().parents) if part.is_dir())
     if (free := shutil.disk_usage(there).free) >= needed:
@@ -583,7 +583,7 @@ def float32_bytes(path: str) -> int:
 
 
 def _tensor_shapes(directory: Path) -> Iterator[tuple[str, list[int]]]:
-    """Names and shapes of a model's tensors. What cannot be read is left out: `_model` tells of it."""
+    """Names and shapes of a model's tensors. Files that cannot be read are left out: `_model` reports them."""
     for file in directory.glob("*.safetensors"):
         with contextlib.suppress(OSError, SafetensorError), safe_open(file, "np") as tensors:
             names = tensors.keys()  # it is no dict

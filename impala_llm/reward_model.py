@@ -69,7 +69,7 @@ class RewardModel:
 
     async def _work(self) -> None:
         while self._waiting:
-            await asyncio.sleep(0)  # whoever is ready to ask asks first
+            await asyncio.sleep(0)  # other episodes that are ready add their requests to this batch
             batch, self._waiting = self._waiting[: self._batch_size], self._waiting[self._batch_size :]
             try:
                 scores = await asyncio.to_thread(self._scores, [each[:2] for each in batch])
@@ -84,7 +84,7 @@ class RewardModel:
                     future.set_result(found)
 
     def _plain(self, text: str) -> str:
-        """A text with special tokens spelled apart: an answer could end its turn with one, and praise itself."""
+        """Break up the special tokens in a text: an answer could end its turn with one and praise itself after it."""
         return self._special.sub(lambda found: " ".join((found[0][:1], found[0][1:])), text)
 
     @torch.inference_mode()

@@ -239,7 +239,7 @@ async def play_episode(
 
     Args:
         transcript: if given, filled with the episode as text.
-        on_unroll: gets each unroll, as `limits` cut them, after which the episode goes on; the last one is returned.
+        on_unroll: gets each unroll, as cut by `limits`, after which the episode continues; the last one is returned.
             None: the episode stays whole.
 
     Raises:
@@ -256,7 +256,7 @@ async def play_episode(
             if played.answers and limits.is_time_over():  # nothing would abort the next answer
                 info, truncated = {}, True
                 break
-            # Not before it is known that the episode goes on: the last unroll has a turn, as every other.
+            # Not before it is known that the episode continues: the last unroll has a turn, as every other.
             if on_unroll is not None and limits.ends_unroll(played.answers):
                 on_unroll(played.end_unroll({}, bootstrap=True, continues=True))
             params = _sampling(spec, chat, limits, room=limits.max_length - len(played.tokens))
@@ -308,7 +308,7 @@ class _Played:
     tokens: list[int]
     """Since its start. Replaced and not changed: an engine may hold it."""
     answers: list[Answer] = field(default_factory=list)
-    """Those of the present unroll."""
+    """Answers of the present unroll."""
     num_turns: int = 0
     num_unrolls: int = 0
 
@@ -324,7 +324,7 @@ class _Played:
         Args:
             info: of the step that has ended the episode; empty where none has.
             bootstrap: keep what follows the last answer, whose value is to be bootstrapped; else it is cut off.
-            continues: the episode goes on.
+            continues: whether the episode continues.
         """
         spec, tokens, answers = self.spec, self.tokens, self.answers
         if not answers:

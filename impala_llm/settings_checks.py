@@ -42,9 +42,9 @@ from impala_llm.settings import (
 from impala_llm.trajectory import block_words
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
-"""It is part of the path of a socket, which must be short."""
+"""Valid run names: a name is part of the path of a socket, which must be short."""
 _SCRIPTS = {"models/smollm2": "tools/get_smollm2.sh"}
-"""Models of presets that are too large to ship: path -> what brings them there."""
+"""Models of presets that are too large to ship: path -> script that downloads them."""
 BYTES_PER_TOKEN, METADATA_BYTES = 17, 1024
 """Approximate size of a trajectory (record.py) with few turns and short texts."""
 
@@ -125,7 +125,7 @@ def _attention_problems(config: Config) -> list[str]:
 
 
 def _sharding_problems(config: Config) -> list[str]:
-    """Shares that nobody has or that forbid trials, and adapters without the library that makes them."""
+    """Ways of sharding that are impossible or forbid trials, and adapters without the library that makes them."""
     learner, rank, found = config.learner, config.model.lora.rank, []
     if learner.tensor_parallel > 1:
         recomputes = config.algorithm.recompute_behaviour
@@ -379,7 +379,7 @@ def _model_problems(config: Config) -> list[str]:
 
 
 def _no_model(key: str, path: str) -> str:
-    """Why a value of a model's path means no model."""
+    """Reason why a path is not that of a model."""
     if os.path.isdir(Path(path).expanduser()):
         return f"{key}={path} has no config.json: give the folder in which a Hugging Face model lies"
     if path == "DIRECTORY":  # what the preset model=pretrained has

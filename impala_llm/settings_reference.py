@@ -51,7 +51,7 @@ class Entry:
 
 
 def parts() -> dict[str, int]:
-    """How many settings each part has, by its name, in the order of settings.py."""
+    """Number of settings of each part, by the part's name, in the order of settings.py."""
     keys = dict.fromkeys(entry.key for entry in _entries(settings.Config(), ""))
     return dict(Counter(key.partition(".")[0] for key in keys))
 

@@ -5,8 +5,8 @@
 Forward, precision, activation checkpointing, budget of micro-batches, clip, optimizer, schedule and checkpoints are the
 learner's. There is no pipeline: no actors, no tickets, no versions. One process learns, on one device.
 
-Invariant: the rows of an update follow from run.seed and its number, so a warm start that was interrupted, and goes on
-from its last checkpoint, is the same as one that was not.
+Invariant: run.seed and the number of an update determine its rows, so a warm start that continues from its last
+checkpoint is the same as one that was not interrupted.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ from impala_llm.trajectory import Trajectory, TrajectoryError
 from impala_llm.writable_folders import try_to_write, writing_to
 
 STATE = "state"
-"""Folder of the checkpoints in `sft.dir`. Not those of a run: a run that finds its own there goes on from them."""
+"""Folder of the checkpoints in `sft.dir`. Not those of a run: a run that finds its own there continues from them."""
 _SAY_EVERY_S = 10.0
 
 
@@ -164,7 +164,7 @@ class WarmStart:
         self.measured = self.told = 0
         """Updates after which the losses were last measured, and written."""
         self.is_changing = False
-        """Amid a change of the weights."""
+        """Whether the weights are being changed."""
         stops.holds_back = stops.waits_on = lambda: self.is_changing
         self.checkpointer = Checkpointer(self.folder / STATE, max(1, config.learner.checkpoints_kept))
         self.checkpointer.begin()
@@ -348,7 +348,7 @@ class WarmStart:
 
 
 def warm_start(config: Config, folders: Sequence[Path]) -> Path:
-    """Run a warm start, or go on with it. Returns the directory of the policy.
+    """Run a warm start, or continue it. Returns the directory of the policy.
 
     Raises:
         ConfigError, DemonstrationError, CheckpointError: it cannot begin.

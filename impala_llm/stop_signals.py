@@ -9,11 +9,11 @@ STOP_PATIENCE_S = 4.0
 
 
 class Stopped(Exception):
-    """A signal has come, to any process of the learner, while it waits for a batch."""
+    """A process of the learner received a signal while it waited for a batch."""
 
 
 class ToldToStop(SystemExit):
-    """SIGTERM or SIGHUP has come. A class of its own, since other people's code may raise SystemExit too.
+    """SIGTERM or SIGHUP was received. A class of its own, since user code may raise SystemExit too.
 
     Args:
         number: of the signal.
@@ -24,13 +24,15 @@ class ToldToStop(SystemExit):
 
 
 class StopSignals:
-    """SIGINT, SIGTERM and SIGHUP of a rank. As an exception one undoes everything on its way out: sockets, shared
-    memory, files; while `holds_back` says so it waits for `check`, for a few seconds at most, or for as long as
-    `waits_on` says so, and then `on_wait` is called. A second one does not cut that short."""
+    """Handles SIGINT, SIGTERM and SIGHUP of a rank by an exception, which releases sockets, shared memory and files.
+
+    While `holds_back()` is true the exception is raised by the next `check`, or after `STOP_PATIENCE_S`; for as long as
+    `waits_on()` is true, that time is extended, and `on_wait` is called once. Further signals are ignored.
+    """
 
     def __init__(self) -> None:
         self.number = 0
-        """Signal that has come."""
+        """Number of the signal that was received; 0: none."""
         self.holds_back: Callable[[], bool] = lambda: False
         self.waits_on: Callable[[], bool] = lambda: False
         self.on_wait: Callable[[], object] = lambda: None
@@ -40,7 +42,7 @@ class StopSignals:
         signal.signal(signal.SIGALRM, self._wake)
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt or ToldToStop where a signal has come."""
+        """Raise KeyboardInterrupt or ToldToStop if a signal was received."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         if self.number:
             raise KeyboardInterrupt if self.number == signal.SIGINT else ToldToStop(self.number)

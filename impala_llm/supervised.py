@@ -93,7 +93,7 @@ def start_with_pipe(
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; ends it at once where that has another number."""
+    """Have the kernel kill this process when its parent ends. Exits at once if `parent` is not the parent any more."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it was gone before

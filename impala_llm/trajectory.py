@@ -54,11 +54,11 @@ class Trajectory:
     """One episode, or an unroll of one. T tokens, K turns.
 
     An unroll has the whole history before its own turns as context, without action tokens. One after which the episode
-    goes on has no score. What is bootstrapped ends with the observation that the next turn would answer.
+    continues has no score. One that is bootstrapped ends with the observation that the next turn would answer.
 
     An episode whose turns saw different histories, since its agent compacted or branched the conversation, lies here
     context by context: a token of version CONTEXT_START, and all up to the next such token, see nothing of what is
-    before it. What contexts share stands in each of them, and is an action in one of them alone.
+    before it. Tokens that several contexts share stand in each of them, and are actions in one of them alone.
 
     The arrays lie end to end in one block, so that a trajectory moves in one copy: construction copies them together,
     unless they lie so already.
@@ -93,7 +93,7 @@ class Trajectory:
     score: float
     """Final score of the episode, in [0, 1]."""
     bootstrap: bool
-    """True where the episode goes on, or was cut, past the last token, so that its value must be bootstrapped."""
+    """True if the episode continues, or was cut, after the last token, so that its value must be bootstrapped."""
     success: bool
     continues: bool = False
     """True where another unroll of the episode follows."""
@@ -268,7 +268,7 @@ class DeferredTrajectory(Trajectory):
 
     @classmethod
     def of(cls, load: Callable[[str], object], ticket_id: int) -> "DeferredTrajectory":
-        """load(name) is a field's value. Nothing is checked here: for whoever has validated its bytes by other
+        """load(name) is a field's value. Nothing is checked here: for callers that have validated its bytes by other
         means."""
         trajectory = _new(cls)
         _set(trajectory, "_load", load)

@@ -11,7 +11,7 @@ from impala_llm.config import ConfigError
 
 
 def try_to_write(folder: Path) -> None:
-    """Make a folder where it is missing, and write to it: what is played or learned first would be lost.
+    """Make a folder if it is missing, and write to it, before work begins whose results could not be saved in it.
 
     Raises:
         OSError: it cannot be made or written to.

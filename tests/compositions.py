@@ -1,4 +1,4 @@
-"""What Hydra composes for the tests, each part of it once: thousands of them load settings, which takes it 0.1 s.
+"""Cache of Hydra's compositions: thousands of tests load settings, and each composition takes Hydra 0.1 s.
 
 The files that a choice of presets asks for are read and merged once, without those of Hydra's own settings, which no
 test reads. The values of the words change a copy. The settings of a user's file count with what they are: the same word
@@ -114,7 +114,7 @@ def _of_presets(name: str, presets: list[Override], loader: ConfigLoaderImpl) ->
 
 
 def _repository(loader: ConfigLoaderImpl) -> CachingConfigRepository:
-    """That of the loader, not copied as Hydra does for those who change the search path."""
+    """The loader's own repository: Hydra makes a copy, which is needed only if the search path is changed."""
     repository = CachingConfigRepository.__new__(CachingConfigRepository)
     repository.delegate, repository.cache = loader.repository, {}
     return repository
@@ -129,5 +129,5 @@ def _sources(repository: ConfigRepository) -> tuple[tuple[str, str], ...]:
 
 
 def _is_of_file(config_path: str) -> bool:
-    """Of a path, or of a word that chooses it."""
+    """Whether a path, or a word that chooses it, belongs to the user's file."""
     return config_path.strip("/").removesuffix(".yaml").replace("=", "/") in _OF_FILES

@@ -1,4 +1,4 @@
-"""What an evaluation says about the tasks that it plays."""
+"""Statements of an evaluation about the tasks that it plays."""
 
 from pathlib import Path
 

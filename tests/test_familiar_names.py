@@ -1,4 +1,4 @@
-"""What others call otherwise: the words that are named in its place make that method."""
+"""Names of methods in other frameworks: the settings that an error names in their place give the same method."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a process inherits from whoever started it."""
+"""Signal handling that a process inherits from its launcher."""
 
 import signal
 import subprocess

@@ -375,7 +375,7 @@ def sglang(settings: dict[str, Any], folder: Path, transfer: str) -> tuple[bool,
 
 
 def checkpoint(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
-    """A run that is killed, loses its shared memory and goes on from its checkpoint, against an undisturbed one."""
+    """A run that is killed, loses its shared memory and continues from its checkpoint, against an undisturbed one."""
     words = (
         *("experiment=corridor", "algorithm.max_staleness=0", "learner.total_updates=24", "learner.batch_size=32"),
         *("actor.num_actors=1", f"model.device={settings['device']}"),

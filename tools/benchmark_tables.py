@@ -3,7 +3,7 @@
 
     python tools/benchmark_tables.py outputs/benchmarks.jsonl      # one line of `impala-llm bench NAME --json` each
 
-A ratio of ours to a peer's that is on the wrong side of 1 is marked: nobody has to look for it.
+A ratio of ours to a peer's that is on the wrong side of 1 is marked.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 
     python tools/lost_hosts.py --losses 10 --minutes 5 --seed 0
 
-The run goes on from its checkpoints each time, and must make the updates of an undisturbed one, bit by bit; what is
+The run continues from its checkpoints each time, and must make the updates of an undisturbed one, bit by bit; what is
 checked: tests/system/lost_hosts.py. Exit status 1 where a promise was not kept.
 """
 

@@ -144,7 +144,7 @@ TASKS = {
         },
     ),
     "versions": Task(
-        # Of COMMON in tools/_study_shop.py what is not the lab's own.
+        # The settings of COMMON in tools/_study_shop.py that are not the lab's own.
         "webshop",
         (
             "model=tiny_shopper", "algorithm.group_size=1", "algorithm.aggregate=sequence_mean_token_mean",

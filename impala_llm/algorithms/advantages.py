@@ -55,15 +55,16 @@ def gae(
     discounts: Tensor,
     lam: float = 0.95,
 ) -> GAEOutput:
-    """A_t = δ_t + γ_t λ A_{t+1} with δ_t = r_t + γ_t V_{t+1} - V_t, from 0 at the end (GAE, arXiv 1506.02438).
+    """Generalised advantage estimation (GAE, arXiv 1506.02438): A_t = δ_t + γ_t λ A_{t+1}, and 0 after the last step.
 
-    Computed as V-trace with all ratios 1, as the credit `gae` is: nothing corrects for the age of the data.
+    δ_t = r_t + γ_t V_{t+1} - V_t. Computed as V-trace with all ratios 1, as the credit `gae` is: the staleness of the
+    data is not corrected.
 
     Args:
         rewards, values: float[T, B], r_t, received after step t, and V_t.
         bootstrap_value: float[B], V after the last step; 0 where the episode ended.
-        discounts: float[T, B], γ_t: what discounts the step after t, 0 where the episode ended with t. What lies behind
-            such a step is not looked at, and may be NaN.
+        discounts: float[T, B], γ_t, the discount of the step after t; 0 where the episode ended with t. Values behind
+            such a step are ignored, and may be NaN.
         lam: λ in [0, 1].
 
     Raises:
@@ -74,11 +75,12 @@ def gae(
 
 
 def episode_return(t: Trajectory, discount: float = 1.0, extra: np.ndarray | None = None) -> float:
-    """Sum of the rewards, those of the k-th turn times γ^k: what the value of the first turn predicts.
+    """Return of an episode: the sum of its rewards, those of the k-th turn times γ^k.
 
     Args:
-        discount: γ, a turn.
-        extra: float[turns], rewards beside the environment's; None: there are none.
+        t: the episode.
+        discount: γ, per turn.
+        extra: float[turns], rewards in addition to the environment's; None: there are none.
     """
     if discount == 1.0:
         return float(t.rewards.sum(dtype=np.float64)) + (0.0 if extra is None else float(extra.sum()))
@@ -90,10 +92,10 @@ def episode_return(t: Trajectory, discount: float = 1.0, extra: np.ndarray | Non
 
 @torch.no_grad()
 def levelled(scores: Tensor, group_ids: Tensor, sizes: Tensor | None = None) -> Tensor:
-    """The scores, all the same in a group where they are equal but for the rounding of float32 rewards.
+    """Make the scores of a group exactly equal if they differ only by the rounding of float32 rewards.
 
-    What is equal is defined here alone: 0.3 + 0.4 is not 0.7 to the last digit, and a division by the deviation would
-    blow that digit up to an advantage of full size.
+    This function alone defines which scores are equal. 0.3 + 0.4 differs from 0.7 in the last digit, and a division by
+    the standard deviation would turn this difference into an advantage of full size.
 
     Args:
         scores: float[M].
@@ -119,17 +121,22 @@ def levelled(scores: Tensor, group_ids: Tensor, sizes: Tensor | None = None) -> 
     largest = of_group(scores, "amax")
     apart = largest - of_group(scores, "amin")
     limit = ROUNDING * of_group(scores.abs() if sizes is None else sizes, "amax")
-    # Where a score is infinite so are both, and nothing is equal.
+    # Where a score is infinite, `apart` is infinite or NaN, and the scores stay as they are.
     return torch.where(apart.isfinite() & (apart <= limit), largest, scores)
 
 
 def levelled_returns(
     returns: Sequence[float], trajectories: Sequence[Trajectory], extras: Sequence[np.ndarray] | None = None
 ) -> Tensor:
-    """float32[M]: the returns of these episodes, `levelled` in each group by the size of the rewards, which may cancel.
+    """Apply `levelled` to returns. The rounding is judged by the sum of absolute rewards, since rewards may cancel.
 
     Args:
-        extras: float[turns] of each, rewards beside the environment's; None: there are none.
+        returns: M of them, one for each episode.
+        trajectories: the M episodes.
+        extras: float[turns] of each, rewards in addition to the environment's; None: there are none.
+
+    Returns:
+        float32[M].
     """
     sizes = [float(np.abs(t.rewards).sum(dtype=np.float64)) for t in trajectories]
     if extras is not None:

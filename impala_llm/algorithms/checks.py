@@ -1,7 +1,7 @@
 """Shape and type checks that the functions of this folder run on entry.
 
-Invariant: a mistake of the caller ends here with the name of the argument, what it is and what it should be, and
-never as a broadcast further down.
+Invariant: a wrong argument raises an error that names the argument, its shape or dtype and the expected one. It is
+never broadcast in a later operation.
 """
 
 import torch
@@ -11,7 +11,11 @@ FLOAT_DTYPES = (torch.float32, torch.float64)
 
 
 def require_same_floats(*named: tuple[str, Tensor], ndim: int) -> None:
-    """Require that all `(name, tensor)` have the shape and dtype, float32 or float64, of the first: `ndim` dimensions.
+    """Require that all tensors have the shape and dtype, float32 or float64, of the first one.
+
+    Args:
+        named: (name for the error message, tensor) each.
+        ndim: number of dimensions that they must have.
 
     Raises:
         TypeError: wrong dtype.
@@ -28,7 +32,17 @@ def require_same_floats(*named: tuple[str, Tensor], ndim: int) -> None:
 
 
 def require_float(name: str, tensor: Tensor, *, ndim: int) -> None:
-    """`tensor` is float32 or float64 and has `ndim` dimensions."""
+    """Require a float32 or float64 tensor.
+
+    Args:
+        name: for the error message.
+        tensor: to check.
+        ndim: number of dimensions that it must have.
+
+    Raises:
+        TypeError: wrong dtype.
+        ValueError: wrong number of dimensions.
+    """
     if tensor.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} has dtype {tensor.dtype}: convert it to float32 or float64")
     if tensor.ndim != ndim:
@@ -36,13 +50,30 @@ def require_float(name: str, tensor: Tensor, *, ndim: int) -> None:
 
 
 def require_dtype_of(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
-    """`tensor` has the dtype of `other`."""
+    """Require that two tensors have the same dtype.
+
+    Args:
+        name, tensor: the tensor to check, with its name for the error message.
+        other_name, other: the tensor that it is compared with.
+
+    Raises:
+        TypeError: the dtypes differ.
+    """
     if tensor.dtype != other.dtype:
         raise TypeError(f"{name} has dtype {tensor.dtype}, {other_name} has {other.dtype}: they must be equal")
 
 
 def require_bootstrap(bootstrap_value: Tensor, values: Tensor) -> None:
-    """`bootstrap_value` has the dtype of `values` [T, B] and one element for each column."""
+    """Require bootstrap values of the dtype of the values, one for each column.
+
+    Args:
+        bootstrap_value: float[B].
+        values: float[T, B].
+
+    Raises:
+        TypeError: the dtypes differ.
+        ValueError: the numbers of columns differ.
+    """
     require_float("bootstrap_value", bootstrap_value, ndim=1)
     require_dtype_of("bootstrap_value", bootstrap_value, "values", values)
     if bootstrap_value.shape[0] != values.shape[1]:
@@ -52,7 +83,17 @@ def require_bootstrap(bootstrap_value: Tensor, values: Tensor) -> None:
 
 
 def require_indices(name: str, indices: Tensor, length: int, bound: int | None = None) -> None:
-    """`indices` is int64[length] with values >= 0, and < `bound` if that is given; in any order."""
+    """Require int64 indices, in any order.
+
+    Args:
+        name: for the error message.
+        indices: int64[length], >= 0.
+        length: number of indices.
+        bound: exclusive upper limit; None: there is none.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or range.
+    """
     _require_index_shape(name, indices, length)
     if length:
         low, high = (int(edge) for edge in torch.aminmax(indices))
@@ -60,9 +101,16 @@ def require_indices(name: str, indices: Tensor, length: int, bound: int | None =
 
 
 def require_segment_ids(name: str, segment_ids: Tensor, length: int, num_segments: int | None = None) -> None:
-    """`segment_ids` is int64[length], non-decreasing, >= 0, and < `num_segments` if that is given.
+    """Require non-decreasing int64 segment ids. An id may be missing: that segment is empty.
 
-    A number may be missing: that segment is empty.
+    Args:
+        name: for the error message.
+        segment_ids: int64[length], >= 0.
+        length: number of elements.
+        num_segments: exclusive upper limit of the ids; None: there is none.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape, order or range.
     """
     _require_index_shape(name, segment_ids, length)
     if length == 0:
@@ -73,13 +121,29 @@ def require_segment_ids(name: str, segment_ids: Tensor, length: int, num_segment
 
 
 def require_at_least(name: str, value: float, smallest: float) -> None:
-    """`value` is a number >= `smallest`; NaN is refused."""
+    """Require `value` >= `smallest`; NaN is refused.
+
+    Args:
+        name: for the error message.
+        value, smallest: the number, and its least allowed value.
+
+    Raises:
+        ValueError: the number is smaller, or NaN.
+    """
     if not value >= smallest:
         raise ValueError(f"{name} is {value}: it must be at least {smallest:g}")
 
 
 def require_positive(name: str, value: float) -> None:
-    """`value` is a number > 0; NaN is refused."""
+    """Require `value` > 0; NaN is refused.
+
+    Args:
+        name: for the error message.
+        value: to check.
+
+    Raises:
+        ValueError: it is not positive.
+    """
     if not value > 0:
         raise ValueError(f"{name} is {value}: it must be positive, such as 1")
 

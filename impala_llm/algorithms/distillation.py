@@ -82,8 +82,8 @@ def insert_context(
     """Rows with a context of their own in each: its first `places` tokens, the context, the rest.
 
     With p = action positions of the student's rows, the teacher's are `positions[p]`, in the same order, so their
-    log-probabilities compare one to one. A context has to stand before the first action: what stands behind an action
-    does not change its probability.
+    log-probabilities compare one to one. A context has to stand before the first action: tokens behind an action do
+    not change its probability.
 
     Args:
         tokens: int[N], rows laid end to end.

@@ -4,7 +4,7 @@
 the row of each token. Invariant: log-ratios are clamped to [-20, 20] before any exponential, so every ratio and weight
 is finite and positive; weights and masks are constants for the gradient; no mask keeps a token whose ratio is NaN.
 
-Order of use: reject, truncate, normalise. What a mask rejects is taken out of all inputs of the loss, as in
+Order of use: reject, truncate, normalise. Rejected tokens are removed from all inputs of the loss, as in
 `log_probs[mask]`, and not multiplied by 0 afterwards: 0 times an infinite loss, or its gradient, is NaN.
 """
 
@@ -47,9 +47,16 @@ def ratios(log_ratio: Tensor) -> Tensor:
 
 
 def apply_dead_band(log_ratio: Tensor, width: float) -> Tensor:
-    """Log-ratios with |l| < `width` set to 0, that is to ratio 1; width 0 changes nothing.
+    """Set small log-ratios to 0, that is, their ratios to 1.
 
-    Meant for the noise between the kernels that sample and those that train, which says nothing about the policies.
+    They are numerical noise between the kernels that sample and those that train, not a difference of policies.
+
+    Args:
+        log_ratio: float, any shape: l.
+        width: l becomes 0 where |l| < width; 0 changes nothing.
+
+    Raises:
+        ValueError: width is negative.
     """
     require_at_least("width", width, 0.0)
     if width == 0.0:
@@ -181,9 +188,15 @@ def kl_estimates(log_ratio: Tensor) -> KLEstimates:
 
 
 def segment_sum(values: Tensor, segment_ids: Tensor, num_segments: int | None = None) -> Tensor:
-    """Sum of `values` [N] over each segment: [num_segments], by default the largest id plus one.
+    """Sum of the values of each segment; 0 for an empty one.
 
-    0 for an empty segment. `segment_ids` may be in any order.
+    Args:
+        values: float[N].
+        segment_ids: int64[N], in any order.
+        num_segments: length of the result; None: the largest id plus one.
+
+    Returns:
+        float[num_segments].
     """
     if num_segments is None:
         num_segments = int(segment_ids.max()) + 1 if segment_ids.numel() else 0
@@ -191,7 +204,14 @@ def segment_sum(values: Tensor, segment_ids: Tensor, num_segments: int | None = 
 
 
 def segment_mean(values: Tensor, segment_ids: Tensor, num_segments: int | None = None) -> Tensor:
-    """Mean of `values` [N] over each segment, like `segment_sum`. 0 for an empty segment."""
+    """Mean of the values of each segment; 0 for an empty one.
+
+    Args:
+        values, segment_ids, num_segments: as for `segment_sum`.
+
+    Returns:
+        float[num_segments].
+    """
     counts = segment_sum(torch.ones_like(values), segment_ids, num_segments)
     return segment_sum(values, segment_ids, num_segments) / counts.clamp(min=1)
 

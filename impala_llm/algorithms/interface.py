@@ -45,8 +45,9 @@ from impala_llm.settings import AlgorithmConfig, CreditSettings, LossSettings
 from impala_llm.trajectory import Trajectory
 
 MetricValue = tuple[str, float | tuple[float, ...], float]
-"""A measurement: metric, value, and what it is a mean of (its weight). The figure of a whole batch that is no mean of
-the figures of its parts, such as a deviation, has the means that it is formed of; see `moments`."""
+"""A measurement: metric, value, and its weight, the number of items that the value is a mean of. A figure of a whole
+batch that is not a mean of the figures of its parts, such as a standard deviation, is given by the means from which it
+is computed; see `moments`."""
 
 
 def moments(values: Tensor) -> tuple[float, float]:
@@ -92,7 +93,12 @@ class PackedBatch:
 
     @staticmethod
     def of(trajectories: Sequence[Trajectory], members: Sequence[int]) -> "PackedBatch":
-        """Lay the trajectories at these places end to end, in this order, without padding."""
+        """Pack trajectories end to end, without padding.
+
+        Args:
+            trajectories: of a batch.
+            members: places in it of those to pack, in this order.
+        """
         rows = [trajectories[i] for i in members]
         lengths = np.array([row.num_tokens for row in rows])
         starts = np.cumsum(lengths) - lengths
@@ -130,7 +136,7 @@ class PackedBatch:
 
     @staticmethod
     def empty() -> "PackedBatch":
-        """A micro-batch of one token that belongs to nobody: for passes in which a rank only takes part."""
+        """Make a micro-batch of one token of no trajectory, for a rank without data in a collective forward."""
         none, first = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         return PackedBatch(
             members=(),
@@ -214,18 +220,18 @@ class Prepared(NamedTuple):
     """Result of a credit for whole episodes, before they are packed."""
 
     advantages: Tensor
-    """float32[M]; an episode with exactly 0 is not computed where nothing else would teach it."""
+    """float32[M]; an episode with exactly 0 is left out of the forward where no other part of the loss needs it."""
     metrics: Sequence[MetricValue] = ()
 
 
 @dataclass(frozen=True)
 class Worth:
-    """Advantages of a micro-batch's actions, and the fit of the values."""
+    """Result of a credit for a micro-batch: advantages of its action tokens, and values with their targets."""
 
     advantages: Tensor
     """float32[N], without gradient."""
     values: Tensor | None = None
-    """float32[K], differentiable: what is fitted to `targets`; None, as these and the rows: nothing is."""
+    """float32[K], differentiable: fitted to `targets`. None where no values are fitted, as are targets and rows."""
     targets: Tensor | None = None
     """float32[K], without gradient."""
     value_rows: Tensor | None = None
@@ -247,8 +253,8 @@ class LossOutput(NamedTuple):
     micro-batches combine weighted by N; names in `_max` combine by maximum, in `_min` by minimum. A `clip_share` is the
     share of the tokens where a bound has an effect."""
     weights: Tensor
-    """float[N], without gradient: what the loss multiplies -A grad log π of each token with: its importance weight, 0
-    where it is clipped. Their effective sample size steers how much is replayed."""
+    """float[N], without gradient: factor of -A grad log π of each token: its importance weight, 0 where it is clipped.
+    Their effective sample size controls the share of replayed data."""
 
 
 @dataclass
@@ -306,7 +312,7 @@ class BatchLoss(Loss):
 
     @abstractmethod
     def measure(self, scored: Scored, advantages: Tensor) -> Tensor:
-        """float32[n], any n: what `batch_limit` needs to know of the tokens that teach, of one micro-batch.
+        """float32[n], any n: the input of `batch_limit` from one micro-batch.
 
         Args:
             scored, advantages: as in `__call__`, without gradient.
@@ -317,7 +323,7 @@ class BatchLoss(Loss):
         """Return the number that `__call__` finds in `Scored.batch_limit`, the same on all ranks.
 
         Args:
-            measured: float32: what `measure` gave, of all micro-batches of this rank.
+            measured: float32, results of `measure` for all micro-batches of this rank.
             sum_over_ranks: collective: all ranks call it together, and equally often.
         """
 

@@ -31,13 +31,26 @@ CLIP_METRICS = RATIO_METRICS | {
 
 
 def require_loss_arguments(log_probs: Tensor, behaviour_log_probs: Tensor, advantages: Tensor) -> None:
+    """Check the arguments that all policy losses have.
+
+    Args:
+        log_probs, behaviour_log_probs, advantages: float[N], of one dtype.
+
+    Raises:
+        TypeError, ValueError: wrong dtype or shape.
+    """
     require_same_floats(
         ("log_probs", log_probs), ("behaviour_log_probs", behaviour_log_probs), ("advantages", advantages), ndim=1
     )
 
 
 def truncated(log_probs: Tensor, ratio: Tensor, advantages: Tensor, cap: float) -> LossOutput:
-    """REINFORCE under constant ratios [N], truncated."""
+    """REINFORCE weighted by truncated ratios, which are constants: -min(ratio, cap) A log π.
+
+    Args:
+        log_probs, ratio, advantages: float[N].
+        cap: largest weight.
+    """
     metrics = ratio_metrics(ratio)
     metrics["truncated_share"] = share(ratio > cap)
     metrics["clip_share"] = share(ratio > cap * (1.0 + ROUNDING))
@@ -48,8 +61,19 @@ def truncated(log_probs: Tensor, ratio: Tensor, advantages: Tensor, cap: float) 
 def clipped(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """PPO's clipped loss for any ratio [N], the shares of the tokens that each of its bounds holds, and the ratios with
-    0 where a bound does."""
+    """PPO's clipped loss for ratios of any kind.
+
+    Args:
+        ratio, advantages: float[N].
+        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+        dual_clip: largest ratio where A < 0; None: no limit.
+
+    Returns:
+        The loss, float[N]; by metric, the share of the tokens at each bound; the ratios, with 0 for tokens at a bound.
+
+    Raises:
+        ValueError: a bound is out of range.
+    """
     if not 0.0 <= clip_low <= 1.0:
         raise ValueError(f"clip_low is {clip_low}: it must lie in [0, 1]")
     require_at_least("clip_high", clip_high, 0.0)
@@ -71,11 +95,21 @@ def clipped(
 
 
 def where_free(log_ratio: Tensor, weights: Tensor) -> Tensor:
-    """The weights, and 0 where the clamp of the log-ratio holds the gradient."""
+    """Return the weights, with 0 where the log-ratio was clamped and therefore has no gradient.
+
+    Args:
+        log_ratio, weights: float[N].
+    """
     return torch.where(log_ratio.detach().abs() <= LOG_RATIO_LIMIT, weights, 0.0)
 
 
 def ratio_metrics(ratio: Tensor, name: str = "ratio") -> dict[str, Tensor]:
+    """Mean and maximum of the ratios, as metrics.
+
+    Args:
+        ratio: float[N].
+        name: first part of the metrics' names.
+    """
     ratio = ratio.detach()
     if ratio.numel() == 0:
         zero = ratio.new_zeros(())
@@ -84,8 +118,15 @@ def ratio_metrics(ratio: Tensor, name: str = "ratio") -> dict[str, Tensor]:
 
 
 def share(mask: Tensor) -> Tensor:
+    """Share of the elements of bool[N] that are true; 0 where N is 0."""
     return mask.sum() / max(1, mask.numel())
 
 
 def in_dtype(metrics: dict[str, Tensor], like: Tensor) -> dict[str, Tensor]:
+    """Convert metrics to the dtype of a tensor.
+
+    Args:
+        metrics: scalars by name.
+        like: tensor with the dtype.
+    """
     return {name: value.to(like.dtype) for name, value in metrics.items()}

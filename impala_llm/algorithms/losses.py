@@ -5,8 +5,8 @@ All inputs are flat float[N] over action tokens: `log_probs` is log π with grad
 the engine reported it, `advantages` is the advantage of each token. Only `log_probs` is differentiated.
 ρ = e^(log π - log μ), with the log-ratio clamped to ±20.
 
-Invariant: what is not an action token is not in the input, so nothing masked can enter a loss or a statistic. A
-micro-batch without tokens gives a loss of 0 that can be differentiated: every rank runs its backward pass.
+Invariant: the inputs hold action tokens only, so no masked token can enter a loss or a statistic. A micro-batch without
+tokens gives a loss of 0 that can be differentiated: every rank runs its backward pass.
 """
 
 import math
@@ -116,8 +116,9 @@ def decoupled_ppo(
 ) -> LossOutput:
     """-w min(rA, clip(r, 1 - clip_low, 1 + clip_high) A) with r = π/π_prox and the constant weight w = π_prox/μ.
 
-    Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298. The clip holds π near a recent policy, whatever the age of
-    the data; the weight corrects for the age. Where π_prox = μ this is `ppo_clip`, where π_prox = π nothing is clipped.
+    Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298. The clip holds π near a recent policy, whatever the
+    staleness of the data; the weight corrects for that. Where π_prox = μ this is `ppo_clip`, where π_prox = π nothing
+    is clipped.
 
     Args:
         log_probs, behaviour_log_probs, advantages: float[N].

@@ -1,7 +1,7 @@
-"""Learning from pairs of answers to the same task, of which one is better.
+"""Preference learning: losses on pairs of answers to the same task, of which one is better.
 
-`scores` of episodes make the pairs, so the actors' own episodes are the data: with weights published at every update
-this is online, with weights that are never published offline, and everything between is a matter of the schedule.
+The scores of the actors' own episodes determine the pairs. Learning is online if weights are published at every update,
+and offline if they are never published.
 """
 
 from dataclasses import dataclass
@@ -123,7 +123,8 @@ def pair_advantages(
 
     Args:
         log_probs, reference_log_probs: float32[M], of all action tokens of each episode together.
-        scores: float[M]. group_ids: int64[M].
+        scores: float[M].
+        group_ids: int64[M].
         beta: see `dpo`.
     """
     pairs = best_and_worst(scores, group_ids)

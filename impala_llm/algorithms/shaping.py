@@ -1,6 +1,6 @@
-"""Rewards of the trainer's own, beside the environment's: for episodes that grow too long, and for leaving a reference.
+"""Rewards that the trainer adds to the environment's: penalties for long episodes and for leaving a reference policy.
 
-Invariant: what is added stands in the rewards of the turns, so returns, values and advantages all see the same.
+Invariant: they are added to the rewards of the turns, so returns, values and advantages all include them.
 """
 
 import numpy as np
@@ -39,6 +39,7 @@ def turn_divergences(
     Args:
         behaviour_log_probs, reference_log_probs: float[N].
         turn_ids: int64[N], in [0, num_turns).
+        num_turns: number of turns.
 
     Returns:
         float[num_turns] in nats, without gradient; a token counts at most 20 either way.

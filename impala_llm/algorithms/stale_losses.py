@@ -49,17 +49,20 @@ def departures(log_probs: Tensor, behaviour_log_probs: Tensor, advantages: Tenso
 def second_moment_limit(
     squares: Tensor, threshold: float, sum_over_ranks: Callable[[Sequence[float]], list[float]] = list
 ) -> float:
-    """Largest square that stays when the largest are taken out until the mean of the others is at most `threshold`.
+    """Limit such that the mean of the squares up to it is at most `threshold`: the largest squares are removed first.
 
-    Equal squares stay or go together, so the mean of what stays is never above the threshold.
+    Equal squares are kept or removed together, so the mean of the kept ones never exceeds the threshold.
 
     Args:
-        squares: float32[n], this rank's, >= 0; infinite ones are taken out.
-        threshold: > 0.
-        sum_over_ranks: sums up numbers over all ranks, which call it together up to 33 times; by default there is one.
+        squares: float32[n], this rank's, >= 0; infinite ones are removed.
+        threshold: > 0, largest mean of the squares that are kept.
+        sum_over_ranks: sums numbers over all ranks, which call it together up to 33 times; default: a single rank.
 
     Returns:
-        Those above it go, those up to it stay; infinity where none goes. The same on all ranks.
+        The largest square that is kept; infinity if none is removed. The same on all ranks.
+
+    Raises:
+        ValueError: the threshold is not positive.
     """
     require_positive("threshold", threshold)
     ordered = np.sort(squares.detach().float().cpu().numpy())
@@ -149,10 +152,11 @@ def topr(
     positive: tuple[float, float] = (1.0, 1.0),
     negative: tuple[float, float] = (0.0, 1.0),
 ) -> LossOutput:
-    """-sg(w) A log π, w = ρ clamped to `positive` where A >= 0, and to `negative` where A < 0.
+    """Tapered off-policy REINFORCE (TOPR, arXiv 2503.14286): the loss -sg(w) A log π of each token.
 
-    Tapered off-policy REINFORCE (TOPR), arXiv 2503.14286: what was good is learned at full weight, however unlikely it
-    has become; what was bad is pushed down no more than the policy still says it. The weight is a constant.
+    w is ρ clamped to `positive` where A >= 0, and to `negative` where A < 0; sg stops its gradient. With the default
+    bounds a token with A >= 0 has the full weight 1 even if it has become unlikely, and the weight of a token with
+    A < 0 falls with its probability.
 
     Args:
         log_probs, behaviour_log_probs, advantages: float[N].

@@ -46,7 +46,7 @@ def uneven_requests() -> Requests:
 
 def workloads() -> dict[str, Requests]:
     """By name. A static batch lasts as long as its longest answer: `uneven` is its worst case, `sorted` its better one
-    (whoever sorts must know the lengths before), and `equal` its best: 16 prompts, answers of 105 tokens each."""
+    (sorting requires the lengths in advance), and `equal` its best: 16 prompts, answers of 105 tokens each."""
     uneven = uneven_requests()
     return {
         "uneven": uneven,

@@ -13,7 +13,7 @@ from impala_llm.settings import EnvConfig, WebShopConfig, bounded
 
 
 class SlowSuite:
-    """Another environment with log-normal latencies, as of a server, during which other episodes of an actor go on."""
+    """Another environment with log-normal latencies, such as a server's. Other episodes of the actor run meanwhile."""
 
     @dataclass
     class Options:

@@ -402,7 +402,7 @@ class RedisStreams(_Peer):
                 pipeline.execute()
 
     def receive(self) -> int:
-        # What was read before is trimmed first, so that the server's memory stays bounded.
+        # Entries that were read before are removed first, so that the server's memory stays bounded.
         with self._redis.pipeline(transaction=False) as pipeline:
             if self._last_id != b"0":
                 pipeline.xtrim("s", minid=self._last_id, approximate=True)

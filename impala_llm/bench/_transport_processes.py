@@ -144,7 +144,7 @@ class Contender(ABC):
     needs_cluster = False
     """Whether it needs Ray's processes."""
     most_actors: int | None = None
-    """It works for so many producers only."""
+    """Largest number of producers that it works with; None: any."""
     may_be_killed = False
     """Whether its producers and consumer leave nothing behind when they are killed, which is faster."""
     chunk = 1
@@ -342,7 +342,7 @@ def _obey(contender: Contender, bell: Connection, command: str, *arguments: Any)
     match command, *arguments:
         case ["prepare", count]:
             contender.prepare(count)
-            # What was prepared is not for the garbage collector to look through while the clock runs.
+            # The garbage collector must not search the prepared objects while the clock runs.
             gc.collect()
             gc.freeze()
         case ["usage"]:

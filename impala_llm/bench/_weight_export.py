@@ -1,6 +1,6 @@
 """Publishing of a 135 M model in bfloat16: the processes of a learner's ranks, and one that reads.
 
-Invariant: the ranks go on to the next version only when the reader holds the last one, so nothing else is measured.
+Invariant: the ranks begin the next version only when the reader holds the last one, so nothing else is measured.
 """
 
 from __future__ import annotations

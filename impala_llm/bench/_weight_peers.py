@@ -1,6 +1,6 @@
 """The two sides of the weight benchmark, and its contenders: ours and the peers'.
 
-Invariant: both sides follow the same schedule, and nobody works on a contender while another one is measured.
+Invariant: both sides follow the same schedule, and no process works for one contender while another one is measured.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _take_turn(link: Connection, contender: Contender, is_writer: bool) -> tuple
     link.send("through")
     link.recv()
     contender.tidy()
-    # The other side may go on only when both have cleaned up.
+    # The other side may continue only when both have cleaned up.
     link.send("tidy")
     link.recv()
     return begin, end
@@ -255,7 +255,7 @@ def _torch_save(is_writer: bool, tensors: dict[str, torch.Tensor], path: Path) -
 
 
 def _gloo(is_writer: bool, memory: np.ndarray, folder: Path) -> Contender:
-    """One broadcast of the memory in which all tensors lie: a bucket that nobody had to fill."""
+    """One broadcast of the memory in which all tensors lie: a bucket that need not be filled first."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder / 'gloo'}",

@@ -6,7 +6,7 @@ temperature 1, with log-probabilities returned, in float32. Every contender has 
 short answers, and all take turns in every round of one run, in an order that rotates. Three workloads:
 
     uneven              48 requests as they come: answers of 9 to 384 tokens, mean 105
-    sorted              the same by length of their answers, which nobody knows before they are there
+    sorted              the same by length of their answers, which is unknown before they are generated
     equal               16 requests, answers of 105 tokens each: no padding at all
 
     embedded            `impala_llm.engines.embedded.engine`, continuous batching over --slots slots

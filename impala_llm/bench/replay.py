@@ -32,7 +32,7 @@ OPTIONS = {
     "signatures": "different signatures; default 1000",
 }
 PEERS = ("cpprb", "torchrl")
-"""Those that `ratio_best` compares with."""
+"""Contenders that `ratio_best` compares with."""
 
 _SAMPLER = PrioritySampler(recency_tau=100.0, advantage_exponent=0.6, rarity_exponent=0.5, uniform_floor=0.1)
 _WEIGHT_EXPONENT = 0.6

@@ -1,7 +1,7 @@
 """Updates an hour of asynchronous training over synchronous training, where the environment is slow to answer.
 
 Two whole runs take turns, each with one learner and one actor process. With `algorithm.max_staleness=0` the learner
-waits for every episode of its batch, the slowest included, and the actor for the learner; otherwise both go on. All
+waits for every episode of its batch, the slowest included, and the actor for the learner; otherwise both continue. All
 else is the same: a policy with random weights, as many updates, each of as many episodes, and as many episodes at once
 as tickets allow. That is (max_staleness + 1) batches of 64: by default up to 320 asynchronously against 64 in turn, so
 that the ratio is what both differences do together. The environment is the toy parrot, whose `reset` and `step` wait

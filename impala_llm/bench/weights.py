@@ -27,8 +27,9 @@ With `--bfloat16 yes`: publishing of a model of the shape of SmolLM2-135M, whose
 MB: by one rank with one thread; `_threads`, by one with a thread on each core; `_fsdp2`, by two ranks that share the
 policy, one thread each. Figures: `bound_fraction_bfloat16`, the time in which one thread copies as many bytes from
 memory into resident shared memory, over that of the publishing; `publish_ms_bfloat16`, which begins with the end of a
-step and ends when all ranks go on; `held_ms_bfloat16`, until another process has a verified copy. The bound reads half
-as many bytes as the publishing does. Rows: milliseconds; `copy_together_ms` is the bound by as many threads and ranks.
+step and ends when all ranks continue; `held_ms_bfloat16`, until another process has a verified copy. The bound reads
+half as many bytes as the publishing does. Rows: milliseconds; `copy_together_ms` is the bound by as many threads and
+ranks.
 """
 
 from __future__ import annotations

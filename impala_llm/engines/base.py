@@ -19,7 +19,7 @@ MAX_STOP_TOKENS = 16
 
 
 class EngineError(RuntimeError):
-    """Refused request, or an engine that cannot go on. The message says which and why."""
+    """Refused request, or an engine that cannot continue. The message says which and why."""
 
 
 class ModelRefused(EngineError):

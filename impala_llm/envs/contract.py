@@ -1,6 +1,6 @@
 """Calls an environment and holds what it returns against the protocol in base.py.
 
-Invariant: what comes through here is what base.py promises; whatever else happens is an `EnvironmentFault`.
+Invariant: all values that are returned from here obey base.py; anything else raises an `EnvironmentFault`.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ _LARGEST = float(np.finfo(np.float32).max)
 _LARGEST_REWARD = 1e6
 """Beyond it a single reward decides every mean, and float32 has no digits left for the others."""
 _MOST_TASKS = 10_000_000
-"""They are listed: more take gigabytes."""
+"""Most tasks of a split: their ids are kept in a list, and more would take gigabytes."""
 _warnings = RateLimitedWarnings(math.inf, on_terminal=True)
 _closing: set[asyncio.Future[Any]] = set()
-"""Calls of `close` that are under way: what nobody holds may be dropped."""
+"""Calls of `close` that are under way: asyncio itself keeps only weak references to its tasks."""
 
 
 _NOT_ITS_OWN = (KeyboardInterrupt, ToldToStop, GeneratorExit, asyncio.CancelledError)
@@ -191,9 +191,9 @@ class Timed:
 
 
 def close(session: Session | AsyncSession) -> None:
-    """Call a session's method `close`, where it has one. What it raises is of no interest: the episode is over.
+    """Call a session's method `close`, if it has one. Its errors are ignored: the episode is over.
 
-    Where it is a coroutine function it goes on in the event loop; see `closed`.
+    A coroutine function continues in the event loop; see `closed`.
     """
     if (method := getattr(session, "close", None)) is not None:
         with _suppressed():
@@ -204,7 +204,7 @@ def close(session: Session | AsyncSession) -> None:
 
 
 async def closed(timeout_s: float = 2.0) -> None:
-    """Wait for the calls of `close` that are under way in this event loop, which else ends amid them."""
+    """Wait for the calls of `close` that are under way in this event loop, which would otherwise end during them."""
     loop = asyncio.get_running_loop()
     if waited_for := [task for task in _closing if task.get_loop() is loop]:
         await asyncio.wait(waited_for, timeout=timeout_s)
@@ -260,7 +260,7 @@ async def _call_session(what: str, function: Callable[[], Any]) -> Any:
 
 
 def _is_number(value: object) -> bool:
-    # Numbers of numpy count as well; of bool, which is one, nobody means a reward but as 0 or 1. They become float32.
+    # Numbers of numpy are accepted, and bool as 0 or 1. They become float32.
     magnitude: Any = abs(value) if isinstance(value, Real | np.bool_) else None
     return magnitude is not None and bool(magnitude <= _LARGEST)
 

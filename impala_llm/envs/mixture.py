@@ -59,7 +59,7 @@ class MixtureSuite:
         self.system_prompt = prompts.pop() if self._is_one_prompt else ""
         train = [contract.tasks(suite, "train") for suite in self.suites]
         sizes = _sizes(dict(zip(self.part_names, map(len, train), strict=True)), weights)
-        # Of each part: its task ids, one after the other those of training, as often as they come, validation, test.
+        # Task ids of each part: those of training, each as often as it is played, then validation, then test.
         self._ids: list[np.ndarray] = []
         self._splits: dict[Split, list[int]] = {split: [] for split in SPLITS}
         held_out: dict[Split, list[list[int]]] = {"validation": [], "test": []}
@@ -154,7 +154,7 @@ def _config(name: str, part: Mapping[str, Any]) -> EnvConfig:
 
 
 def _sizes(present: Mapping[str, int], weights: Sequence[float]) -> list[int]:
-    """How many tasks of each part make an epoch: in the ratio of the weights, and all of each."""
+    """Number of tasks of each part in an epoch: in the ratio of the weights, and at least all tasks of each part."""
     sums = {name: size * sum(weights) / weight for (name, size), weight in zip(present.items(), weights, strict=True)}
     rarest = max(sums, key=sums.__getitem__)
     if sums[rarest] > _MOST_TASKS:

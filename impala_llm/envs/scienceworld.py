@@ -101,7 +101,7 @@ class ScienceWorldSession:
         return await self._call(self._begin, name, variation), self._for_script()
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call Java in a thread, which goes on where the episode is given up meanwhile."""
+        """Call Java in a thread, which continues if the episode is given up meanwhile."""
 
         def one_at_a_time() -> Any:
             with _LOCK:
@@ -140,7 +140,7 @@ class ScienceWorldSession:
         return {"reference": self._solution[0] if self._solution else "look around"}
 
     def close(self) -> None:
-        """Give the world back, unless a call that nobody waits for may still change it."""
+        """Give the world back, unless an abandoned call may still change it."""
         if self._world is not None and not self._is_called:
             _free_worlds.append(self._world)
         self._world = None

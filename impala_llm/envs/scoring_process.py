@@ -40,7 +40,7 @@ class ScoringError(RuntimeError):
 
 
 class _StrayReply(ScoringError):
-    """The line in the place of the reply was none to this request, and the process is ended."""
+    """The line read as the reply is not a reply to this request; the process has been ended."""
 
 
 class ScoringProcess:
@@ -53,7 +53,8 @@ class ScoringProcess:
         timeout_s: for one answer; then the process is killed, with all that it has started.
         memory_gib: largest address space of the process; None: without limit.
         example: task and arguments with which an empty answer is scored before the first one, so that the time in which
-            the verifier imports its libraries is no answer's; its score is of no interest. None: none is.
+            the verifier imports its libraries does not count for an answer; its score is ignored. None: no empty answer
+            is scored.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class ScoringProcess:
     def _ask(self, request: bytes) -> float:
         try:
             return self._score(request)
-        except _StrayReply:  # which an answer before this one may have left: a new process has none of it
+        except _StrayReply:  # the code of an earlier answer may have written it: try again with a new process
             return self._score(request)
 
     def _score(self, request: bytes) -> float:
@@ -113,7 +114,7 @@ class ScoringProcess:
         self._exchange(b"", _START_TIMEOUT_S)
 
     def _exchange(self, request: bytes, timeout_s: float) -> float:
-        # A name that nobody guesses: an answer that the verifier executes may write to the pipe of the replies.
+        # A random name: an answer that the verifier executes may write to the pipe of the replies.
         name = secrets.token_hex(8) if request else ""
         try:
             line = self._line(request and f"{name} ".encode() + request, time.monotonic() + timeout_s)
@@ -124,7 +125,7 @@ class ScoringProcess:
         except OSError as problem:
             self._end()
             raise ScoringError(str(problem)) from None
-        except Exception as problem:  # whatever the line holds
+        except Exception as problem:  # the line may hold anything
             self._end()
             raise _StrayReply(
                 f"what stands in the place of the reply is none ({problem!r:.200}), and so the answer has no score: if "
@@ -184,10 +185,10 @@ def _request(answer: str, task: Any, arguments: Mapping[str, Any]) -> bytes:
 
 
 def main(descriptor: int, verifier: str, timeout_s: float, memory_gib: float | None) -> None:
-    """Serve standard input until it ends. descriptor: where the replies go."""
+    """Serve the requests of standard input until it ends, and write the replies to `descriptor`."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     process_id = os.getpid()
-    # What a verifier and its processes read is no request. Nor do they inherit what dup returns.
+    # A verifier and its processes must not read requests from standard input. They do not inherit what dup returns.
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(descriptor), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.close(descriptor)

@@ -30,7 +30,7 @@ class ScoreRange:
 
 @dataclass(kw_only=True)
 class SplitSizes:
-    """How many tasks each split has."""
+    """Number of tasks of each split."""
 
     num_train: int = bounded(10_000, least=1)
     """Tasks for training."""

@@ -68,7 +68,7 @@ class TextArenaSuite:
         seat: int | None = bounded(None, least=0)
         """Seat of the policy; null: each in turn, by the task."""
         opponent: str = "random"
-        """Who has the other seats: random | policy (a frozen one) | your own, as module:Class, called for every
+        """Player of the other seats: random | policy (a frozen one) | your own, as module:Class, called for every
         episode with a seed and env.args.opponent_args; its method act(observation) returns a move."""
         opponent_args: dict[str, Any] = field(default_factory=dict)
         """Arguments of the opponent; of a frozen policy its directory, env.args.opponent_args.path."""

@@ -46,12 +46,12 @@ class AgentFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Patience:
-    """How long is waited for a process of the pool, in seconds."""
+    """Time limits for a process of the pool, in seconds."""
 
     start_s: float = 120.0
-    """Time in which it has to come up: imports on a busy machine."""
+    """Limit of its start: imports are slow on a busy machine."""
     grace_s: float = 5.0
-    """Time in which an episode that was cancelled has to end."""
+    """Limit for the end of an episode that was cancelled."""
     blocked_s: float = 30.0
     """Silence after which it counts as blocked."""
 
@@ -101,7 +101,7 @@ class AgentPool:
         self._tend()
         if not self._workers:
             starting = self._starting = self._starting or asyncio.create_task(self._fill())
-            await asyncio.wait([starting])  # which goes on for other episodes where this one is cancelled
+            await asyncio.wait([starting])  # which continues for other episodes if this one is cancelled
             if not self._workers:
                 starting.result()
         worker = min(self._workers, key=lambda each: each.num_episodes)
@@ -299,7 +299,7 @@ class _Process:
         if not done:
             self.end("another agent of the process did not end when its time was over")
         elif not future.cancelled():
-            future.exception()  # nobody else asks for it
+            future.exception()  # mark it as retrieved: no other code reads it
 
     async def _read(self) -> None:
         try:
@@ -308,7 +308,7 @@ class _Process:
             reason = f"ended it with status {await self._process.wait()}"
         except TimeoutError:
             reason = "blocked it"
-        except Exception as error:  # whatever the line holds
+        except Exception as error:  # the line may hold anything
             reason = (
                 "wrote to a descriptor that is the pool's, so that no result can be told from its text: let it write "
                 f"to its own alone ({error!r:.200})"
@@ -316,7 +316,10 @@ class _Process:
         self.end(f"an agent of the process {reason}")
 
     async def _next_line(self) -> bytes:
-        """Raises TimeoutError after silence. A pause of this process's own loop is one of several parts of it."""
+        """Read the next line. Raises TimeoutError after `blocked_s` without one.
+
+        The time is waited for in several parts: a pause of this process's own event loop uses up only one of them.
+        """
         part_s = self._patience.blocked_s / _SILENT_PARTS
         for _ in range(_SILENT_PARTS - 1):
             with contextlib.suppress(TimeoutError):
@@ -360,7 +363,7 @@ async def _print_some(stream: asyncio.StreamReader, transport: asyncio.BaseTrans
 
 
 def _write_at_once(data: bytes) -> int:
-    """Write on the standard error what it takes without waiting: a pipe that nobody reads must not stop the actor.
+    """Write to the standard error as much as it takes without waiting: a pipe without reader must not stop the actor.
 
     Returns the number of bytes that it did not take.
     """

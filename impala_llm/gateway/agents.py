@@ -65,7 +65,7 @@ class AgentPlayer:
         """Play an episode to its end.
 
         Args:
-            transcript: gets its turns as text; None: nobody reads them.
+            transcript: gets its turns as text; None: they are not recorded.
 
         Raises:
             AgentFailed: the agent raised, ended without a result, or without a request.

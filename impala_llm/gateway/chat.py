@@ -1,8 +1,8 @@
 """Messages of a chat as tokens, and answers as messages.
 
-The policy's own chat template renders a conversation; what users and tools say is encoded apart from it, so that a text
-that spells a special token stays a text. What follows an answer is rendered behind a mark in its place: an answer's
-tokens are never made from its text again.
+The policy's own chat template renders a conversation; texts of users and tools are encoded apart from it, so that a
+text that spells a special token stays a text. Messages after an answer are rendered behind a mark in the answer's
+place: its tokens are never made from its text again.
 """
 
 import bisect
@@ -219,9 +219,9 @@ class ChatTokens:
         return self.text(tokens).removesuffix(self._format.closing_text)
 
     def _num_thoughts(self, ids: list[int], opened: str) -> int:
-        """How many tokens the reasoning has, with those that end it; 0 where none is looked for, or it has no end.
+        """Number of tokens of the reasoning, with those that end it; 0 if none is looked for, or it has no end.
 
-        A call in there is none: the policy only thinks of it.
+        Text in there that looks like a call is not one: the policy only thinks about it.
         """
 
         def is_over(number: int) -> bool:

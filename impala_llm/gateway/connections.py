@@ -1,6 +1,6 @@
 """Connections of the gateway: accepted up to a limit, and closed where they bring no valid request.
 
-Invariant: whoever opens connections takes no descriptor that the rest of the actor needs, and fills no log.
+Invariant: a client that opens many connections takes no descriptor that the rest of the actor needs, and fills no log.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""The place of a request in the conversation of its episode: which answer it continues, and what is new behind it.
+"""The place of a request in the conversation of its episode: the answer that it continues, and its new tokens.
 
-Invariant: a history that was seen keeps its tokens, sampled ones included; only what is new is encoded. A request whose
-history was not seen, or not so, begins a branch at the last answer up to which it agrees. No I/O here.
+Invariant: a history that was seen before keeps its tokens, sampled ones included; only the new part is encoded. A
+request with another history begins a branch at the last answer up to which the two histories agree. No I/O here.
 """
 
 import contextlib
@@ -17,12 +17,14 @@ from impala_llm.gateway.tree import Answer, ConversationTree
 
 @dataclass(frozen=True)
 class Place:
-    """Where a request continues the tree."""
+    """Point of the tree at which a request continues."""
 
     parent: Answer | None
+    """Answer that the request continues; None: it begins at the root."""
     read: list[int]
+    """New tokens after it, up to the answer that is requested."""
     key: str
-    """Names the conversation up to the answer that is asked for."""
+    """Digest of the conversation up to the answer that is requested."""
 
 
 class Conversation:
@@ -32,7 +34,7 @@ class Conversation:
         self.chat = chat
         self.tree = ConversationTree()
         self._after: dict[str, Answer] = {}
-        """By the conversation up to and with it."""
+        """Answers by the digest of the conversation up to and including them."""
         self._texts: list[tuple[str, Answer]] = []
         """Answers of plain completions whose texts show all their tokens, each with the whole text up to its end."""
 
@@ -54,7 +56,7 @@ class Conversation:
             try:
                 read = self.chat.following(messages[known:], tools, int(parent.generation.tokens[-1]))
             except TemplateRefused:
-                continue  # the template wants what is before it: from the beginning, then
+                continue  # the template cannot render these messages alone: render all from the beginning
             if read:
                 return Place(parent, read, keys[-1])
         return Place(None, self.chat.opening(messages, tools), keys[-1])

@@ -1,8 +1,8 @@
 """An episode that is played through the gateway: its key, its calls of the engine, its rewards.
 
-Invariant: whatever the engine samples for it is a part of its tree, also where the client went away meanwhile. While
-no call is under way it holds at most one session of the engine, and while one is, none that is idle: so an engine with
-a slot for each episode never waits for ever.
+Invariant: all tokens that the engine samples for the episode become part of its tree, even if the client disconnects.
+An episode holds at most one idle session of the engine, and none while a call is under way: so an engine with one slot
+per episode never waits for ever.
 """
 
 import asyncio
@@ -152,7 +152,7 @@ class GatewayEpisode:
         )
         task = asyncio.ensure_future(self._generate(session, answer, params, stop))
         self._running[session] = task
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # also where nobody waits for it
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # read it even if no caller waits
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -237,7 +237,7 @@ class GatewayEpisode:
         number, self._num_sessions = self._num_sessions, self._num_sessions + 1
         if number == 0:
             return self.spec.episode_id, self.spec.seed
-        # Of another stream: parallel answers to one question are not to be the same.
+        # Another seed: parallel answers to one question must differ.
         return f"{self.spec.episode_id}/{number}", self._seed(number, _OF_BRANCH)
 
     def _seed(self, number: int, kind: int) -> int:

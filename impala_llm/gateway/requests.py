@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's requests, checked: what is asked for, or a sentence that says why it is refused.
+"""Checks the bodies of OpenAI's requests: returns the request, or a sentence with the reason of its refusal.
 
 Invariant: nothing that would make the policy sample from another distribution than the one whose log-probabilities are
 recorded gets through: it is refused, or dropped with a warning where the settings say so.

@@ -135,7 +135,7 @@ class Gateway:
             except EngineError as error:
                 return _error(503, str(error))
             except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-                # Whatever a body holds that nobody thought of is its sender's.
+                # Any error that the contents of a body cause is reported to its sender.
                 self.counters["refused_requests"] += 1
                 return _error(400, str(error) if isinstance(error, ValueError) else f"malformed request: {error!r}")
 

@@ -95,7 +95,7 @@ class ConversationTree:
         """End an answer that is under way. Returns whether it has tokens, and is so a part of the tree.
 
         Args:
-            generation: whatever was sampled, also where nobody waits for it any more; None: nothing was.
+            generation: all that was sampled, even if no client waits for it any more; None: nothing was sampled.
         """
         self._under_way.remove(answer)
         if generation is None or not len(generation.tokens):

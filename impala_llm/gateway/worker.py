@@ -1,8 +1,8 @@
 """A process of the pool: runs agents, many at once on one asyncio loop, for an actor (agent_pool.py).
 
 It reads commands on its standard input and writes events to the descriptor that its argument names, a JSON object a
-line; what agents print, and the interpreter at its start, goes to the actor's log. It ends, and kills all that it or
-its agents have started, as soon as its input does.
+line; the output of agents, and of the interpreter at its start, goes to the actor's log. It ends, and kills all that it
+or its agents have started, as soon as its input does.
 
     start the pool's:  {"agent": name, "command": line or null}
     to it:             {"episode": n, "task": {...}, "url": ..., "key": ...}   {"cancel": n}
@@ -48,7 +48,7 @@ _Run = Callable[[Task, str, str], Awaitable[Any]]
 
 
 class ThreadLeft(asyncio.CancelledError):
-    """An agent that is no coroutine was cancelled: nobody can end its thread but the end of the process."""
+    """An agent that is not a coroutine was cancelled: its thread ends only with the process."""
 
 
 class AgentError(RuntimeError):

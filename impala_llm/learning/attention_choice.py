@@ -176,8 +176,8 @@ def _log_probs(model: PolicyModel, rows: Sequence[Tensor], learns: bool) -> tupl
 def _check_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], word: str, is_exact: bool) -> None:
     """Raise ModelRefused where gradients are not finite, or those of matrices are others than by segments.
 
-    Those of vectors are not compared: some are 0 but for rounding, such as that of keys' biases. What is wrong in an
-    attention is wrong in matrices too. Those of one name in all layers and experts are compared together, since in
+    Those of vectors are not compared: some are 0 but for rounding, such as that of keys' biases. A wrong attention
+    gives wrong gradients of matrices too. Those of one name in all layers and experts are compared together, since in
     bfloat16 a token may go to another expert.
 
     Args:

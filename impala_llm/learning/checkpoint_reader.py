@@ -73,7 +73,7 @@ class CheckpointReader:
         optimizer.load_state_dict(loaded)
 
     def _read(self, name: str, target: Tensor) -> None:
-        """Copy a tensor, or of one that is shared this rank's share, from the files that have it."""
+        """Copy a tensor, or this rank's shard of a sharded one, from the files that hold it."""
         local = target.to_local() if isinstance(target, DTensor) else target
         begin = offsets_of(target)
         parts = self.manifest.tensors.get(name)

@@ -63,7 +63,7 @@ class RewardScale:
         self._first: list[float] = []
         """Returns of this rank, until all ranks have enough."""
         self._is_known = False
-        """Whether they have had enough; it stays so for more ranks, which go on from a checkpoint."""
+        """Whether they have had enough; it stays so for more ranks, which continue from a checkpoint."""
         self._count = self._sum = self._squares = 0.0
 
     def sums(self, episode_returns: Sequence[float]) -> tuple[float, float, float]:
@@ -137,11 +137,12 @@ def _range_of_most(returns: Sequence[float]) -> tuple[float, float]:
 
 
 class CollapseAlarm:
-    """Entropy or answers that have shrunk to a small share of what they were at first, while scores are not good; and
-    noise: scores that have fallen to half of the best, while the entropy has risen since then.
+    """Detects two kinds of failure from the entropy, the length of answers and the scores.
 
-    A policy that has solved its tasks is also certain and brief: that is no collapse. Stale data under capped weights
-    end in noise (docs/results/off_policy.md).
+    Collapse: the entropy or the length has fallen to a small share of its first value while scores are not good. A
+    policy that has solved its tasks is also certain and brief, which is not a collapse. Noise: scores have fallen to
+    half of the best, and the entropy has risen since then, as stale data with capped weights can cause
+    (docs/results/off_policy.md).
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:

@@ -2,7 +2,7 @@
 
 The policy's own weights stay as they were at the start, without gradient and moments: without its adapters it is the
 reference policy. Engines get matrices with the adapters merged, W + s·B·A, computed a few rows at a time on their way
-out (policy_export.py). Beside each version lie the adapters, in float32, with which a restarted learner goes on.
+out (policy_export.py). Beside each version lie the adapters, in float32, with which a restarted learner continues.
 
 Invariant: adapters lie whole, and equal, on every rank, also where ranks share the rest of the policy.
 """
@@ -114,7 +114,7 @@ def exported_name(name: str) -> str | None:
 
 @contextmanager
 def without_adapters(lm: PreTrainedModel) -> Iterator[None]:
-    """The model as it was before the adapters, meanwhile."""
+    """Context in which the model computes without its adapters."""
     layers = [layer for _, layer in _layers(lm)]
     scales = [layer.scaling[_NAME] for layer in layers]
     for layer in layers:
@@ -137,7 +137,7 @@ def beside_version(lm: PreTrainedModel, value_head: Mapping[str, Tensor]) -> byt
 
 
 def without_prefix(content: bytes) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Value head and adapters of what lies beside a version."""
+    """Return the tensors of the value head and of the adapters from the bytes beside a version."""
     state = load(content)
     own = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items() if name.startswith(_PREFIX)}
     return {name: tensor for name, tensor in state.items() if not name.startswith(_PREFIX)}, own

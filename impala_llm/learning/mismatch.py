@@ -3,8 +3,8 @@ replace the engine's by the learner's.
 
 l = log π - log μ of a token, π by the learner at its version v, μ as the engine reported it at version u <= v. Only
 where u = v is l a mismatch: of kernels, precision, temperature or weights. Where u < v it is mixed with what the policy
-has learned since, so the metrics per staleness say how |l| grows with age and the alarm does not look at them. Nor is
-every token of age 0 a comparison: one that follows older tokens of its row may rest on keys and values that older
+has learned since, so the metrics per staleness show how |l| grows with it, and the alarm ignores them. Nor is every
+token of staleness 0 a comparison: one that follows older tokens of its row may rest on keys and values that older
 weights left in the engine's cache. `mismatch/logprob_*` and the alarm therefore take rows that version v alone sampled.
 (What remains: weights that changed between the prompt and the first token leave no trace in the versions.)
 
@@ -144,18 +144,18 @@ class MismatchMonitor:
         self.recomputes = self._mode == "always"
         """Whether the engine's log-probabilities are being replaced: decided as an update begins, for all its steps."""
         self._is_first = True
-        # Not yet compared with the threshold.
+        # Sum of |l| and number of tokens since the last comparison with the threshold.
         self._total = 0.0
         self._num_tokens = 0
-        # Of this update.
+        # Metrics, and number of compared tokens, of this update.
         self._metrics: list[MetricValue] = []
         self._num_compared = 0
-        # By the identity of the memory that makes up a trajectory, so that an entry goes when its trajectory goes.
+        # Recomputed log-probabilities by the id of a trajectory's memory; removed when that memory is freed.
         self._kept: dict[int, Tensor] = {}
 
     @property
     def wants_arrivals(self) -> bool:
-        """Whether `look` has use for what has arrived: to replace it, or as this update has compared too little."""
+        """Whether `look` needs new trajectories: to replace their log-probabilities, or since too few were compared."""
         return self.recomputes or self._num_compared < ENOUGH_TOKENS
 
     def begin(self, trajectories: Sequence[Trajectory], version: int) -> None:

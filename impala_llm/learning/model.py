@@ -152,7 +152,7 @@ class PolicyModel(nn.Module):
         return hidden
 
     def forward(self, tokens: Tensor, position_ids: Tensor, lengths: Tensor) -> Tensor:
-        """`hidden` as [1, M, H], and no view: what gathers a sharded policy hooks on to it."""
+        """`hidden` as [1, M, H], and not as a view: the hooks that gather a sharded policy are on it."""
         packed = attention_arguments(self.attention, lengths, tokens.device)
         # Without a cache: each weight is converted once in a forward, and would be kept until its end.
         with torch.autocast(tokens.device.type, self._dtype, enabled=self._dtype is not None, cache_enabled=False):

@@ -91,7 +91,7 @@ class Rows:
     weights: Tensor
     """float32[S]: importance weights of the replay draw, 1 where it was uniform."""
     prepared: Tensor | None = None
-    """float32[S]: what the credit has prepared; None where it has nothing."""
+    """float32[S]: advantages that the credit has prepared; None where it prepares none."""
     recomputed: Recomputed | None = None
     """Log-probabilities that enter the ratios for log μ; None: those that the engine reported."""
     scores: TokenScores = NO_SCORES
@@ -116,7 +116,7 @@ def objective(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows
     mode: Any = algorithm.aggregate  # checked by config.load
     of_policy = losses.aggregate(per_token, batch.segment_ids, mode, denominator)
     # The bonus is a part of what the policy learns, so it has the same mask: a state that the policy left long ago says
-    # nothing of the entropy that it needs. The value loss has none: targets are corrected for age (V-trace) or have no
+    # nothing of the entropy that it needs. The value loss has none: targets are corrected (V-trace) or have no
     # ratio at all (GAE), and the values of old turns are what the advantages of the young ones before them rest on.
     # Without a bonus not even with a weight of 0: its backward pass is as long as that of the policy's logits.
     bonus: Tensor | float = 0.0

@@ -81,7 +81,7 @@ class Optimizer:
         widths = [p.shape[1] if p.ndim == 2 else 1 for p in self._value]
         rates = [config.value_learning_rate * min(1.0, _BASE_WIDTH / width) for width in widths]
         self._rates = [config.learning_rate] * self._num_policy_groups + rates
-        # Of shares, each operation of Python's costs more than its arithmetic: one for all tensors of a group.
+        # The overhead of an operation on a DTensor exceeds its arithmetic: use one for all tensors of a group.
         foreach = True if any(isinstance(p, DTensor) for p in self._policy) else None
         self._num_left_out = 0
         self._adam = torch.optim.AdamW(groups, lr=0.0, betas=(config.adam_beta1, config.adam_beta2), foreach=foreach)

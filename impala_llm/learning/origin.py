@@ -1,4 +1,4 @@
-"""Origin of a learner: the weights that it goes on from, and their version.
+"""Origin of a learner: the weights from which it continues, and their version.
 
 They lie on a board in shared memory, in a checkpoint, or in the directory of the configured start.
 """
@@ -40,20 +40,21 @@ _NONE, _NONE_WHOLE = -1, -2
 """In place of a checkpoint's update, between ranks: there is no checkpoint; there are, and all are damaged."""
 
 _PIECES, _PIECE = 1024, 4096
-"""Pieces of a file of weights by which it is known, and bytes of each: a file of up to 4 MB is read as a whole."""
+"""Number of pieces of a weights file that its fingerprint is computed from, and bytes of each: a file of up to 4 MB is
+read as a whole."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a learner begins: weights, version, and what belongs to them."""
+    """Starting point of a learner: weights, version, and the state that belongs to them."""
 
     update: int
     version: int
-    """For its first weights: of a lost host's checkpoint one that was never published."""
+    """Version of its first weights; if they are from a lost host's checkpoint, one that was never published."""
     board: WeightReader | None
     """Board with these weights; None: they are those of the checkpoint, or the configured start."""
     checkpoint: CheckpointReader | None
-    """The newest whole one: of it come at least the optimizer and the state of the trainer."""
+    """Newest undamaged checkpoint; at least the optimizer and the state of the trainer are read from it."""
     is_lost: bool
     """Whether shared memory is gone, and tickets, trajectories and replay come from the checkpoint."""
 
@@ -65,7 +66,7 @@ class Origin:
 
 
 def find_origin(run_folder: Path, newest: WeightReader | None, versions: VersionMark, ranks: Ranks) -> Origin:
-    """Find what the learner goes on from; rank 0 says so where it is a checkpoint. All ranks call it.
+    """Find the state from which the learner continues; rank 0 reports a checkpoint. All ranks call it.
 
     Args:
         newest: board with what an earlier learner of this run has left in shared memory.
@@ -130,8 +131,8 @@ def make_model(config: Config, origin: Origin, ranks: Ranks) -> PolicyModel:
     if ranks.is_sharded:  # whole, before it is cut; in the host's memory, as a device may not hold it
         model.check(config.engine.max_length)
     ranks.place(model, config.learner.precision)
-    # Of the board's version a checkpoint has what a narrower type took from it on the board, also where settings had
-    # that type only before.
+    # A checkpoint of the board's version has the full precision, which a narrower type on the board may lack, even if
+    # only earlier settings had that type.
     if checkpoint is not None and (not is_on_board or checkpoint.manifest.version == origin.version):
         checkpoint.load_model(model)
     if not ranks.is_sharded:
@@ -183,12 +184,12 @@ def base_checksum(directory: Path) -> int:
 def start_model(
     config: Config, newest: WeightReader | None, update: int = 0, is_main: bool = True, checkpoint: str | None = None
 ) -> PolicyModel:
-    """The policy to go on from.
+    """The policy to continue with.
 
     Args:
         newest: board with what a killed learner published or kept last; None: the configured start.
         update: of the run, that made it.
-        is_main: whether this rank says where it goes on from.
+        is_main: whether this rank reports where it continues from.
         checkpoint: name of the one that the optimizer comes from; None: it begins anew.
     """
     sizes = (config.model.value_hidden_size, config.model.value_trunk_gradient)
@@ -198,7 +199,7 @@ def start_model(
         return model
     with newest.lease() as lease:
         _, of_adapters = without_prefix(lease.extra())
-        # What lies on the board has its adapters merged.
+        # The weights on the board have the adapters merged.
         model = PolicyModel.from_pretrained(resolve_policy(config) if of_adapters else lease.path, *sizes)
         add_adapters(model.lm, config.model.lora)
         if of_adapters and not load_adapters(model.lm, of_adapters):

@@ -1,5 +1,7 @@
-"""Calls of credits and losses. What one that a user wrote does wrong is said once, in terms of its setting, and ends
-the run: the same call would fail again after a restart. Parts of this package are called as they are.
+"""Calls of credits and losses, those that a user wrote and those of this package.
+
+An error in a user's part is reported once, with the name of its setting, and ends the run: the same call would fail
+again after a restart. Parts of this package are called without these checks.
 """
 
 import traceback
@@ -25,7 +27,7 @@ from impala_llm.learning import packing, parallel
 from impala_llm.learning.packing import is_out_of_memory
 
 _CALLED_BACK = (packing.__file__, parallel.__file__)
-"""Modules that such a part may call. A RuntimeError from there is not its mistake: memory ran out, or a rank died."""
+"""Modules that a user's part may call. A RuntimeError raised there is not its fault: memory ran out, or a rank died."""
 _Result = TypeVar("_Result", LossOutput, Worth, Prepared)
 
 

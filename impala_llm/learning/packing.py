@@ -2,8 +2,8 @@
 as configured, or found by trial, and lowered where memory runs out.
 
 Invariants. A trajectory is never cut, and every token of every trajectory is in exactly one micro-batch; the same
-trajectories in the same order give the same micro-batches. Work that memory did not suffice for is done again from the
-beginning, in smaller micro-batches: what counts its results sees each trajectory once.
+trajectories in the same order give the same micro-batches. If memory runs out, the work is repeated from the beginning
+in smaller micro-batches, and each trajectory counts once in its results.
 """
 
 import gc
@@ -238,7 +238,7 @@ class TokenBudget:
         return f"the largest that {limit / 1e9:.1f} GB hold beside the optimizer's moments{taken}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The budget that was found, for a learner that goes on from a checkpoint."""
+        """The budget that was found, for a learner that continues from a checkpoint."""
         return {"configured": self._configured, "tokens": self.tokens, "is_chosen": self.is_chosen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -256,7 +256,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_of_step(remedy: str = WITH_RANKS) -> Iterator[None]:
-    """Around the optimizer's step. Raises OutOfMemory where memory runs out: nothing can begin again amid a change.
+    """Context of the optimizer's step. Raises OutOfMemory if memory runs out: a step cannot be repeated half-way.
 
     Args:
         remedy: settings that the message offers.

@@ -9,7 +9,7 @@
 - tensor_parallel: every rank is several processes, each with a part of the layers' matrices (tensor_parallel.py). Its
   first process leads it; "rank" and `world_size` count ranks, and what is summed over ranks counts each of them once.
 
-Invariant: what is reduced is a sum over ranks, never a mean, since every loss is already divided by the global count. A
+Invariant: reductions are sums over ranks, never means, since every loss is already divided by the global count. A
 collective that a rank never joins ends with an error after the time-out, instead of waiting for ever. Ranks that share
 the policy run equally many passes through it, forward and backward: see `num_missing`.
 """
@@ -293,9 +293,9 @@ def exit_process(status: int) -> NoReturn:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what was gathered of a sharded policy: from here on its parameters are this rank's shares again.
+    """Free the gathered parameters of a sharded policy: from here on its parameters are this rank's shards again.
 
-    Due before these change: what a pass without gradient has gathered would stay as it is.
+    Call it before these change: parameters that a pass without gradient has gathered would keep their old values.
     """
     if isinstance(model, FSDPModule):
         model.reshard()

@@ -1,10 +1,11 @@
-"""The state that a rank takes from a checkpoint: its own, or its part of one that was written by other ranks.
+"""The state that a rank takes over from a checkpoint: its own, or its share of one that another number of ranks wrote.
 
-Groups of tickets belong to ranks by their ids, so each live ticket, trajectory and item of the buffer has exactly one
-new rank, and a task that one rank had taken and another not yet is neither skipped nor repeated. What is lost is the
-state of random draws, and the remainders of what each rank had counted for itself.
+The id of a group of tickets determines its rank. So each live ticket, trajectory and item of the buffer has exactly one
+new rank, and no task is skipped or repeated that some ranks had reached in the order and others had not. With another
+number of ranks the states of the random generators are lost, and the remainders of counts that each rank keeps.
 
-Invariant: nothing here looks at what a rank holds now; versions in it are those that the learner goes on with.
+Invariant: the result does not depend on the current state of a rank; its versions are those with which the learner
+continues.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ class Past:
 
         Args:
             num_ranks: of this run.
-            version: that the learner goes on with: all others move along with it.
+            version: that the learner continues with; all others are shifted with it.
             is_lost: whether tickets and trajectories are wanted; else they lie in shared memory, and none is read.
 
         Raises:

@@ -88,7 +88,7 @@ class PolicyExport:
 
     @property
     def sharing(self) -> SharedWriting | None:
-        """How ranks write together, where each holds a part."""
+        """Communication of ranks that write a version together; None where each rank holds the whole policy."""
         return self._together if self._ranks.is_sharded else None
 
     def tensors(self, dtype: torch.dtype | None = None) -> dict[str, TensorSource]:
@@ -125,15 +125,16 @@ class PolicyExport:
         return found
 
     def beside(self) -> bytes:
-        """The bytes beside a version, for a learner that goes on from it: see `PolicyModel.load_beside`."""
+        """Return the bytes kept beside a version, from which a restarted learner reads value head and adapters."""
         return beside_version(self._model.lm, self._model.value_head.state_dict())
 
     def save(self, directory: Path, files: Mapping[str, bytes]) -> None:
-        """Write a Hugging Face directory with the value head, and what LoRA has learned, beside it. All ranks that
-        share the policy call it, else rank 0.
+        """Write a Hugging Face directory, with the value head and the LoRA adapters as further files.
+
+        Ranks that share a sharded policy all call it; otherwise only rank 0 does.
 
         Args:
-            directory: rank 0's counts.
+            directory: to write; the value of rank 0 is used.
             files: further files by name, such as those of the tokenizer.
 
         Raises:

@@ -21,7 +21,7 @@ def resolve_policy(config: Config) -> Path:
     name = f"scratch-{config.run.seed}-{shape.hidden_size}x{shape.num_layers}"
     target = Path(config.run.dir) / name
     if not (target / "config.json").is_file() or not (target / "model.safetensors").is_file():
-        # Made aside and renamed: nobody sees half of one.
+        # Made under another name and renamed: no process sees an incomplete one.
         aside = target.with_name(f"{target.name}-{os.getpid()}")
         make_scratch_policy(aside, shape.hidden_size, shape.num_layers, config.run.seed)
         try:

@@ -1,7 +1,7 @@
 """Folders of policies in a run's folder: one takes the place of another, and a kill leaves one of them. No torch here.
 
-A folder cannot be renamed onto another that has files: the earlier one is renamed first, and removed last. What a
-learner that was killed amid it has left, the next one puts back or removes.
+A folder cannot be renamed onto another that has files: the earlier one is renamed first, and removed last. If a learner
+is killed in between, the next one puts the folders back or removes them.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Matrix products in float32: the share of threads and the library on a CPU, and the precision on a GPU; and how a
 CPU's memory is given back.
 
-Invariant: what is chosen for a CPU changes nothing on a GPU, and the other way round.
+Invariant: the choices for a CPU change nothing on a GPU, and the other way round.
 """
 
 import ctypes

@@ -8,8 +8,8 @@ Three transports bring a version to engines:
   own, where engines read it in the same way. It follows the board by itself.
 - process group: `send_to_servers` broadcasts it to SGLang servers; their engines only take note (`SGLangEngine.adopt`).
 
-Where ranks share the policy, each writes its part of a version to the board. What a process group sends of it, or of
-one that is converted on its way to the board, is read from there.
+Where ranks share the policy, each writes its part of a version to the board. Tensors that a process group sends of it,
+or of a version that is converted on its way to the board, are read from the board.
 
 A `VersionPublisher` sends a version to one of two places, or to none:
 
@@ -19,10 +19,10 @@ A `VersionPublisher` sends a version to one of two places, or to none:
 - to the board of kept versions, which only a restarted learner reads: a version that is not published while what was
   trained on since the last one on a board fills its share of the trajectory store.
 
-A restarted learner goes on from the newest version on either board. Each version has its value head beside it.
+A restarted learner continues from the newest version on either board. Each version has its value head beside it.
 
-Invariant: whoever waits for a version gets it in the end. A version is skipped because readers hold all slots of the
-board only where tickets can do without it: the ticket that the step from version v takes demands v - η at most
+Invariant: a caller that waits for a version gets it in the end. A version is skipped, because readers hold all slots of
+the board, only if tickets can do without it: the ticket that the step from version v takes demands v - η at most
 (pipeline/tickets/staleness.py), so a learner at v gets its next batch while the newest published version is not older
 than v - η. Otherwise the learner waits until a reader ends its lease. Its ranks meet after each attempt, since a
 collective in which one of them is awaited for too long is an error. Where tickets ended without a trajectory, so that
@@ -55,7 +55,7 @@ from impala_llm.stop_signals import Stopped
 from impala_llm.supervised import report_progress
 
 PATIENCE_S = 1.0
-"""Seconds that a learner waits for a slot of the board before it goes on without publishing."""
+"""Seconds that a learner waits for a slot of the board before it continues without publishing."""
 _KEEP_TIMEOUT_S = 60.0
 
 
@@ -135,7 +135,7 @@ def server_transport(
     key = endpoint.run_dir.server_key if config.engine.urls is None else None
     in_flight: Any = config.engine.in_flight  # one that config.py has checked
     sender = stack.enter_context(WeightSender(in_flight, urls=config.engine.urls, key=key))
-    # What no rank has as it is sent, the board has.
+    # Tensors that no rank holds in the form in which they are sent are read from the board.
     is_made = ranks.is_sharded or board_dtype(config) is not None or is_adapted(model.lm)
     board = WeightReader(endpoint.board.directory) if is_made else None
     return partial(send_to_servers, sender, endpoint.receiver.engines, board=board, device=ranks.device)
@@ -164,7 +164,7 @@ class VersionPublisher:
         interval: updates between two versions that are published; None: none after the first.
         max_staleness: η; None: free running.
         timeout_s: seconds to wait for a free slot of the board in one attempt.
-        dtype: of the weights for engines; None: the learner's. What is kept is in the learner's.
+        dtype: of the weights for engines; None: the learner's. Kept versions always have the learner's.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""Survey of a batch: what its steps need to know of all of it before the first of them.
+"""Survey of a batch: computes, before the first optimizer step, the values that depend on the whole batch.
 
-Several steps need log π of the weights that the update begins with, their proximal policy; whitened advantages need
-their mean and deviation over the action tokens of all ranks. Where nothing else knows it, one more forward finds it.
+If a batch has several steps, they need log π of the weights that the update begins with, the proximal policy. Whitened
+advantages need their mean and standard deviation over the action tokens of all ranks. One more forward computes what no
+other part has computed.
 """
 
 import math

@@ -14,7 +14,7 @@ class TrainingTime:
     Args:
         config: of the learner.
         run_dir: of the run, which keeps the time for a learner that is started again.
-        before_s: seconds for which the run has trained, by the checkpoint that it goes on from.
+        before_s: seconds for which the run has trained, by the checkpoint that it continues from.
     """
 
     def __init__(self, config: LearnerConfig, ranks: Ranks, run_dir: RunDirectory, before_s: float) -> None:

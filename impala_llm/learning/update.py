@@ -48,9 +48,12 @@ def have_gradients(trajectories: Sequence[Trajectory], oldest_version: int, disc
 
 
 def reason_left_out(culprits: Sequence[Trajectory], discount: float, version: int, loss: str) -> str:
-    """Why a step is left out: a sentence that names what has a number that is not finite.
+    """Reason why a step is left out: a sentence that names the values that are not finite.
 
     Args:
+        culprits: trajectories with such values.
+        discount: γ, per turn.
+        version: policy version, for the message.
         loss: name of the loss.
     """
     first = culprits[0]
@@ -90,7 +93,7 @@ class Update:
     shaping: list[np.ndarray]
     """float32[turns] for each trajectory: rewards beside the environment's."""
     prepared: torch.Tensor | None
-    """float32[M]: what the credit has prepared for each trajectory; None where it has nothing."""
+    """float32[M]: advantages that the credit has prepared, one for each trajectory; None where it prepares none."""
     weights: torch.Tensor
     """float32[M]: of the draw."""
     teaching: tuple[int, ...]
@@ -113,12 +116,15 @@ class Update:
         self.sizes = dict.fromkeys(self.batch.item_ids, 0.0)
 
     def leave_out(self, part: Sequence[int]) -> list[MetricValue]:
-        """Count the trajectories of an optimizer step that have no gradient; return their part of its metrics.
+        """Count the trajectories of an optimizer step that are left out of the forward; return their metrics.
 
-        Only credits of whole episodes leave some out, and they have no values. Their losses are 0. No forward knows
-        their ratios: a token of theirs counts as rejected for its age alone. One that is too old has the weight 0, but
-        where the advantage is 0 neither old nor young ones count: the young ones' weights are unknown, and the old ones
-        without them would make the batch look older than it is.
+        Only credits of whole episodes leave trajectories out, since such credits have no values; the loss of these
+        trajectories is 0. Their ratios are not computed: a token counts as rejected only if it is too stale. Too stale
+        tokens have weight 0. Where the advantage is 0 no token enters the sums of weights: the weights of the fresh
+        tokens are unknown, and the stale ones alone would make the batch look staler than it is.
+
+        Args:
+            part: places of the step's trajectories in the batch.
         """
         found: list[MetricValue] = []
         num_weightless = 0.0
@@ -136,7 +142,12 @@ class Update:
         return found
 
     def add(self, outcome: Outcome, places: Sequence[int]) -> None:
-        """Take in a micro-batch. places: of its rows in the batch."""
+        """Add a micro-batch.
+
+        Args:
+            outcome: of the micro-batch.
+            places: of its rows in the batch.
+        """
         self.entropy += outcome.entropy
         sums = zip(self.weight_sums, outcome.weight_sums, strict=True)
         self.weight_sums = tuple(total + part for total, part in sums)  # type: ignore[assignment]

@@ -1,11 +1,11 @@
-"""Sentences on the actors of a run, for its terminal and log: who has come or gone, and who was refused."""
+"""Messages about the actors of a run, for its terminal and log: actors that have joined, left, or were refused."""
 
 from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.supervised import say
 
 
 class ActorNews:
-    """Says which actors have come or gone since the last call.
+    """Reports the actors that have joined or left since the last call.
 
     Args:
         receiver: that they are connected to.
@@ -18,7 +18,7 @@ class ActorNews:
         self._is_refusal_said = False
 
     def tell(self) -> None:
-        """Say which actors have come or gone, and the first time that a connection was refused."""
+        """Report the actors that have joined or left, and the first connection that was refused."""
         now = set(self._receiver.actor_stats())
         for what, names in (("joined", now - self._connected), ("left", self._connected - now)):
             if names:

@@ -98,8 +98,8 @@ _DECLARED = (
     ("rollout/episodes", _SUM, "finished episodes that the learner received since the last step"),
     # The same over a window: what a single step received is few episodes, and short ones come first.
     ("rollout/window_score", _LAST, "final score in [0, 1], mean of the last 500 finished episodes or somewhat more"),
-    ("rollout/window_success_rate", _LAST, "share of them that succeeded"),
-    ("rollout/window_episodes", _LAST, "how many they are: fewer at the start of a run"),
+    ("rollout/window_success_rate", _LAST, "share of the episodes in this window that succeeded"),
+    ("rollout/window_episodes", _LAST, "number of episodes in this window: fewer at the start of a run"),
     # Evaluations inside of the run, written with the step after which they ended.
     ("evaluation/score", _LAST, "mean final score in [0, 1] of the validation tasks that were played"),
     ("evaluation/score_low", _LAST, "lower end of its 95 % interval"),
@@ -107,7 +107,7 @@ _DECLARED = (
     ("evaluation/success_rate", _LAST, "share of these episodes that succeeded"),
     ("evaluation/success_low", _LAST, "lower end of its 95 % interval (Wilson's)"),
     ("evaluation/success_high", _LAST, "upper end of its 95 % interval (Wilson's)"),
-    ("evaluation/episodes", _LAST, "how many they are: fewer than evaluation.run_tasks where results did not come"),
+    ("evaluation/episodes", _LAST, "number of these episodes: below evaluation.run_tasks if results are missing"),
     ("evaluation/turns", _LAST, "actions of an episode, mean"),
     ("evaluation/length_tokens", _LAST, "tokens of an episode, mean"),
     ("evaluation/update", _LAST, "update of the run after which the evaluation was begun"),
@@ -139,12 +139,12 @@ _DECLARED = (
     (
         "loss/total",
         _MEAN,
-        "the number that is differentiated: loss/policy, the entropy bonus and the value part together",
+        "loss whose gradient is taken: loss/policy, the entropy bonus and the value part together",
     ),
     ("optimizer/gradient_norm", _MEAN, "L2 norm of the policy's gradient, without the value head's, before clipping"),
     ("optimizer/clipped_share", _MEAN, "share of optimizer steps in which the policy's gradient was clipped"),
     ("optimizer/skipped", _MEAN, "share of optimizer steps left out since something was not finite"),
-    ("optimizer/not_finite", _SUM, "trajectories to which that was due (all ranks) since the last step"),
+    ("optimizer/not_finite", _SUM, "trajectories that caused skipped steps (all ranks), since the last step"),
     ("optimizer/learning_rate", _LAST, "learning rate of the step just made"),
     ("optimizer/entropy_coef", _LAST, "coefficient of the entropy bonus in the step just made"),
     ("optimizer/reward_divisor", _LAST, "what rewards and scores were divided by in the step just made"),
@@ -223,7 +223,7 @@ _DECLARED = (
     ("staleness/newest", _MIN, "of the newest action token that the policy loss uses"),
     ("staleness/mean", _MEAN, "mean over the action tokens that the policy loss uses"),
     ("staleness/span", _MEAN, "newest minus oldest version inside a trajectory, per trajectory of the batch"),
-    ("staleness/in_buffer", _MEAN, "of the oldest trajectory in the buffer, by its token of middle age"),
+    ("staleness/in_buffer", _MEAN, "of the oldest trajectory in the buffer, by the median of its tokens"),
     ("staleness/in_flight", _MEAN, "learner version minus the version at the grant, per outstanding ticket"),
     # Speed of both sides, per wall-clock second. Levels of kind `sum` are over ranks: each adds its own once a step.
     ("actor/generated_tokens_per_s", _SUM, "sampled tokens per second, all actors together"),
@@ -272,7 +272,7 @@ _DECLARED = (
     ("buffer/fill", _MEAN, "share of the replay buffer's places in use"),
     ("buffer/trajectories", _SUM, "trajectories in the replay buffer, all ranks"),
     ("buffer/size_gb", _SUM, "bytes of the trajectories in the replay buffer, 10^9 bytes, all ranks"),
-    ("buffer/evicted", _SUM, "trajectories that taught nothing, dropped for age or space since the last step"),
+    ("buffer/evicted", _SUM, "trajectories that taught nothing, dropped as stale or for space since the last step"),
     ("buffer/evicted_length_tokens", _MEAN, "tokens of a dropped trajectory, per dropped trajectory"),
     *(
         (f"buffer/evicted_{name}", _SUM, f"dropped trajectories of {tokens} tokens, since the last step")

@@ -68,7 +68,7 @@ class View(Protocol):
 class TerminalView:
     """Progress of a run of `num_steps` learner steps, on `stream`; standard output, unless told.
 
-    On a terminal five lines are redrawn in place, with a clock that goes on between steps; what is printed meanwhile
+    On a terminal five lines are redrawn in place, with a clock that runs between steps; what is printed meanwhile
     stands above them. Elsewhere (a log file, CI) the first step, the last one and one every `PLAIN_INTERVAL_S` seconds
     print a line each.
 
@@ -156,7 +156,7 @@ class TerminalView:
             self._last_line = now
 
     def _print(self, line: str) -> None:
-        with suppress(OSError):  # on a full disk the line is lost, and the run goes on
+        with suppress(OSError):  # on a full disk the line is lost, and the run continues
             print(line, file=self._stream, flush=True)
 
     def _progress(self, now: float) -> str:

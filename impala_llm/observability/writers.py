@@ -77,8 +77,8 @@ class MetricWriter:
 
     Args:
         names: of the writers beside the JSONL file.
-        after: step from which the run goes on: what the JSONL file has of later ones is removed, since they are made
-            again. None: it has none.
+        after: step from which the run continues: lines of later steps are removed from the JSONL file, since these are
+            made again. None: there are none.
         with_lines: whether the JSONL file is written. The comparison after a run is no step and stands in
             evaluation.json.
 
@@ -103,7 +103,7 @@ class MetricWriter:
                     _cut(directory / METRICS_FILE, after)
                 self._writers[name] = _JsonLines(directory) if name == METRICS_FILE else _made(name, directory)
             except (OSError, ConfigError) as error:
-                # A learner that is started again amid a run is not to fail for its metrics.
+                # A learner that is restarted in the middle of a run must not fail because of its metrics.
                 if not is_disk_full(error.__cause__ or error):
                     raise
                 self._say_left_out(name, "at its start", error.__cause__ or error)

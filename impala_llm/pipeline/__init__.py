@@ -1,6 +1,6 @@
 """Communication between processes: the only package with ZeroMQ and shared memory. numpy only, no torch.
 
-Whoever only wants to talk uses `LearnerEndpoint` or `ActorEndpoint`. Behind them, from the top down:
+Other packages use `LearnerEndpoint` or `ActorEndpoint`. Behind them, from the top down:
 
 - transport: messages, sessions and acknowledgements between actors and a learner rank
 - tickets: permits to play an episode, and the bound on staleness

@@ -1,7 +1,7 @@
 """An actor's end of the pipeline in one object: tickets in, trajectories out, weights to read.
 
 The channels to all learner ranks are used as one: fair shares for the ranks, no idle slot while any rank has tickets.
-Invariant: a trajectory, a failure and an acknowledgement go by the channel by which their ticket came.
+Invariant: trajectories, failures and acknowledgements use the channel that granted their ticket.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ActorEndpoint:
         actor_id: unique among all actors of the run.
 
     Raises:
-        RunDirectoryError: no learner of this run has come within `pipeline.learner_timeout_s`.
+        RunDirectoryError: no learner of this run has started within `pipeline.learner_timeout_s`.
     """
 
     def __init__(self, config: Config, actor_id: str) -> None:
@@ -71,13 +71,13 @@ class ActorEndpoint:
 
 
 class RankChannels:
-    """An `ActorChannel` to each rank of the learner, in one ZeroMQ context. What has a ticket goes by the channel by
-    which the ticket came.
+    """An `ActorChannel` to each rank of the learner, in one ZeroMQ context. Messages about a ticket use the channel
+    that granted it.
 
     Args:
         connect: makes the channel to a rank, in the context given.
         num_ranks: learner ranks.
-        share_every_s: seconds between two times that slots which a rank did not fill go to others.
+        share_every_s: seconds between two redistributions of the slots that some ranks did not fill.
     """
 
     def __init__(
@@ -124,6 +124,7 @@ class RankChannels:
 
         Raises:
             ValueError: the ticket was not granted to this actor.
+            RecordTooLarge, RecordError: see `ActorChannel.send`.
         """
         return self._channel_of(trajectory.ticket_id).send(trajectory)
 
@@ -145,8 +146,12 @@ class RankChannels:
         return self._channels[0]
 
     async def poll_async(self, timeout_s: float) -> list[Event]:
-        """Collect what has happened at all ranks; waits for at most `timeout_s` if that is nothing. Each version is
-        reported once."""
+        """Collect the events of all ranks; if there are none, wait for one for at most `timeout_s`. Each version is
+        reported once.
+
+        Raises:
+            LearnerLost: see `ActorChannel.poll`.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             events = [event for channel in self._channels for event in self._taken(channel)]
@@ -196,8 +201,8 @@ class RankChannels:
         return events
 
     def _share_out(self) -> None:
-        """Request an equal share of the slots from each rank, and more from those that filled theirs where others, for
-        lack of tickets, did not."""
+        """Request an equal share of slots from each rank. If a rank cannot fill its share for lack of tickets, request
+        the rest from ranks that filled theirs."""
         self._peaks = [max(peak, len(c.held)) for peak, c in zip(self._peaks, self._channels, strict=True)]
         now = time.monotonic()
         if now < self._next_share:
@@ -239,6 +244,6 @@ def actor_name(config: Config, index: int) -> str:
     node = platform.node()
     host = re.sub(r"[^A-Za-z0-9-]", "-", node).strip("-")[:32]
     if not host or host != node:
-        # What was left out may be all that tells two hosts apart.
+        # Two host names may differ only in characters that were replaced or cut off: the hash keeps them apart.
         host = f"{host[:23] or 'host'}-{hashlib.sha256(node.encode()).hexdigest()[:8]}"
     return f"{host}-actor-{index}"

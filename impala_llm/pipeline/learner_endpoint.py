@@ -38,7 +38,7 @@ class PastTickets:
     rows: Sequence[Row]
     """See `TicketLedger.rows`."""
     trajectories: Sequence[Trajectory]
-    """Those that were received and not trained on."""
+    """Trajectories that were received and not trained on."""
 
 
 def newest_board(run_dir: RunDirectory) -> WeightReader | None:
@@ -50,29 +50,32 @@ def newest_board(run_dir: RunDirectory) -> WeightReader | None:
 
 
 class LearnerEndpoint:
-    """A context manager. Its life, in this order:
+    """Connects a learner rank to its actors. A context manager, used in this order:
 
         with LearnerEndpoint(config, rank, num_ranks, barrier, files) as endpoint:
-            newest = endpoint.newest_weights()      what an earlier learner of this run left, if it did
+            newest = endpoint.newest_weights()      board of an earlier learner of this run, if there is one
             ...                                     publish a version on endpoint.board
             endpoint.listen(version, tasks, vocab_size, batch_size)
             endpoint.receiver.drain(...)            trajectories; announce(...) versions
 
-    On the way out actors are told that the run is over, if it is: not after an error, since the learner will be started
-    again, see `RunDirectory.keep`. After a signal the supervisor decides, where there is one.
+    On exit without an error the actors are told that the run is over. They are not told after an error, since the
+    learner will be started again, see `RunDirectory.keep`. After a signal they are told only if there is no supervisor,
+    which otherwise decides.
 
-    Where a rank has several processes, those from number `num_ranks` on receive nothing: `restore` and `listen` do
-    nothing there, and `receiver` answers that nothing comes.
+    Where a rank has several processes, those numbered `num_ranks` and above receive nothing: `restore` and `listen` do
+    nothing there, and `receiver` returns a `NoReceiver`.
 
     Args:
-        rank: of this process; from `num_ranks` on it shares one with another process.
+        config: of the run.
+        rank: of this process; from `num_ranks` on it shares a rank with another process.
+        num_ranks: ranks that receive trajectories.
         barrier: returns once all ranks have called it. Called here, and in `newest_weights`.
         files: of the policy besides its weights, by name, which rank 0 puts on the boards: config.json, tokenizer.
         take_over, run_id: see `RunDirectory.create`; without effect under a supervisor, which has decided that.
 
     Raises:
-        RunDirectoryError: another learner of this run is alive, or shared memory cannot be had.
-        KeyFileError: `pipeline.keys` names a folder that cannot be used.
+        RunDirectoryError: another learner of this run is alive, or there is no shared memory.
+        WeightsError: there is no memory for the boards' files.
     """
 
     def __init__(
@@ -117,8 +120,11 @@ class LearnerEndpoint:
     def restore(self, past: PastTickets) -> None:
         """Put the tickets and trajectories of a checkpoint where `listen` finds those of a learner that was killed.
 
-        Before the first version is published, and only where no earlier learner has left a board. One that has died
-        after this, and before it published, has left the same trajectories: they are replaced.
+        Call it before the first version is published, and only if no earlier learner has left a board. If an earlier
+        learner died between this call and its first version, it has left the same trajectories: they are replaced.
+
+        Raises:
+            ArenaError: there is no memory for the tickets or the trajectories.
         """
         if not self._leads:
             return
@@ -138,14 +144,19 @@ class LearnerEndpoint:
         batch_size: int,
         curriculum: Curriculum | None = None,
     ) -> None:
-        """Take actors in, here and, where `pipeline.bind` says so, from other hosts.
+        """Accept actors from this host, and from other hosts if `pipeline.bind` is set.
 
         Args:
             version: that the learner is at; it, or an older one, lies on the board.
             tasks: ids of the training tasks, of all ranks.
             vocab_size: token ids of trajectories must lie below.
             batch_size: trajectories of one update, of this rank.
-            curriculum: says which tasks are passed over; None: none.
+            curriculum: decides which groups are skipped; None: none is.
+
+        Raises:
+            KeyFileError: `pipeline.keys` names a folder that cannot be used.
+            RunDirectoryError, ArenaError: see `TicketLedger.recover` and `TrajectoryStore`.
+            ValueError, zmq.ZMQError: see `Receiver.start` and `serve_weights`.
         """
         if not self._leads:
             return
@@ -160,7 +171,7 @@ class LearnerEndpoint:
                 self._stack.enter_context(serve_weights(run_dir.weights_path, served_at, keys))
         algorithm = config.algorithm
         order = TaskOrder(tasks, algorithm.group_size, config.run.seed, self._rank, self._num_ranks, curriculum)
-        # Free running is bounded by what the buffer can hold.
+        # Without a bound on staleness, open tickets are limited by the capacity of the buffer.
         max_open = config.replay.capacity if algorithm.max_staleness is None else None
         journal = Journal(run_dir.journal_path(self._rank))
         ledger = TicketLedger(order, batch_size, algorithm.max_staleness, max_open, version=version, journal=journal)
@@ -178,7 +189,7 @@ class LearnerEndpoint:
 
     @property
     def receiver(self) -> Receiver:
-        """For the time after `listen`."""
+        """Receiver of this rank, once `listen` has been called; a `NoReceiver` in processes that receive nothing."""
         if not self._leads:
             return cast(Receiver, NoReceiver())
         assert self._receiver is not None, "call listen first"
@@ -200,7 +211,7 @@ class LearnerEndpoint:
 
     def _store(self) -> TrajectoryStore:
         replay = self._config.replay
-        # Beyond the buffer's own capacity: open groups, what is queued for it, headers and gaps.
+        # More than the buffer's own capacity: open groups, trajectories queued for it, headers and gaps.
         num_bytes = (replay.capacity_mb * 5 // 4 + 64) << 20
         return TrajectoryStore(self.run_dir.replay_path(self._rank), num_bytes, 4 * replay.capacity)
 

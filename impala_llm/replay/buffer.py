@@ -1,4 +1,4 @@
-"""The replay buffer: what came in and may be trained on, bounded in trajectories, bytes, age and reuse.
+"""The replay buffer: trajectories that may be trained on, bounded in number, bytes, staleness and reuse.
 
 Life of an item (trajectories that are trained on together: a whole group, or a single one):
 
@@ -84,10 +84,10 @@ class ReplayBuffer:
         capacity_trajectories, capacity_bytes: both hold; bytes count the arrays.
         max_staleness: η >= 0 in policy versions; an item is evicted when all of its action tokens are older. While
             one is not, it teaches, and its return is among those that others are compared with: dropped sooner, long
-            episodes would be missing there. Infinity never evicts by age.
+            episodes would be missing there. Infinity: no item is evicted for its staleness.
         max_replays: times that an item may be sampled, >= 1.
         seed: >= 0, of all draws.
-        separate_replayed: what was sampled before is a class of its own, and `sample` takes `max_replayed`.
+        separate_replayed: items that were sampled before are a class of their own, and `sample` takes `max_replayed`.
 
     Raises:
         ValueError: a setting that is out of range.
@@ -286,7 +286,7 @@ class ReplayBuffer:
     def state_dict(self, moment: Moment | None = None) -> dict[str, Any]:
         """Everything but the settings and the trajectories, as dicts, lists, arrays, numbers and strings.
 
-        Trajectories stand there by `unroll_id`: whoever saves the state saves `Moment.trajectories` beside it.
+        Trajectories stand there by `unroll_id`: a caller that saves the state saves `Moment.trajectories` beside it.
 
         Args:
             moment: of which the state is wanted; None: as of now.
@@ -434,10 +434,7 @@ def _columns(items: Sequence[Sequence[Trajectory]]) -> Items:
 
 
 def _middle_version(versions: np.ndarray) -> int:
-    """The version of the median action token, by age: half of them are newer.
-
-    versions: int32[n], negative where there is no action.
-    """
+    """The median version of the action tokens of int32[n] versions, which are negative where there is no action."""
     actions = versions[versions >= 0]
     half = len(actions) // 2
     return int(np.partition(actions, half)[half])

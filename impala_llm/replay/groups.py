@@ -71,7 +71,7 @@ class GroupAssembler:
         """End a group that can never be complete, because a member was lost.
 
         Returns:
-            (group, ()) with at least two members; else (None, dropped): fewer have nobody to be compared with.
+            (group, ()) with at least two members; else (None, dropped): a single one has no other to be compared with.
         """
         members = self._open.pop(group_id, {})
         self._closed_short.add(group_id)
@@ -81,7 +81,7 @@ class GroupAssembler:
 
     def state_dict(self) -> dict[str, list[int]]:
         """Groups that were closed short, and the `unroll_id` of each member of an open group. The members themselves
-        are missing: the ledger has them as received, and whoever restores both adds them again."""
+        are missing: the ledger has them as received, and the caller that restores both adds them again."""
         members = [t.unroll_id for group in self._open.values() for t in group.values()]
         return {"closed_short": sorted(self._closed_short), "open": sorted(members)}
 

@@ -91,7 +91,7 @@ class SampledItem(NamedTuple):
     num_replays: int
     """Number of times that it has been sampled, this one included: 1 is fresh data."""
     is_last: bool
-    """It has left the buffer with this sample."""
+    """Whether it has left the buffer with this sample."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -134,7 +134,7 @@ class OldestFirst:
     """A queue: the oldest version first, in the order of insertion within a version. No chance, and so no bias.
 
     For data that is used once: what is closest to its staleness bound goes first, so that as little as possible is
-    dropped for its age.
+    dropped for its staleness.
     """
 
     def draw(

@@ -63,6 +63,6 @@ class SamplesPerInsert:
         """Take over a state; where the ratio was another, the surplus stays and gives the count of samples."""
         self._inserts = int(state["inserts"])
         all_due = self._inserts * self._ratio
-        # Of an earlier release there is no surplus, and by another ratio it may be one that is never reached.
+        # States of earlier releases have no surplus; after a change of the ratio it may be out of reach.
         surplus = max(state.get("surplus", all_due - state["samples"]), self._least)
         self._samples = round(all_due - surplus)

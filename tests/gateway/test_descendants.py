@@ -1,4 +1,4 @@
-"""What agents have started is killed, whatever it does to get away."""
+"""Processes that agents have started are killed, even if they try to escape."""
 
 import os
 import subprocess

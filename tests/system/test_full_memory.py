@@ -79,7 +79,7 @@ def test_versions_are_published_where_the_start_has_reserved_all(small: list[str
 
 
 def test_versions_are_published_where_the_first_one_has_found_room(small: list[str]) -> None:
-    """What is beside a version is known with the first one."""
+    """The first version determines the size of the files beside it."""
     run(
         small,
         PUBLISH + "publisher.reserve(make(0))\n"

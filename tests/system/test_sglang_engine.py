@@ -374,7 +374,7 @@ def test_the_prefix_cache_never_serves_old_keys_and_values_and_the_death_of_a_pa
 
 
 async def answers_are_of_their_versions(rig: Rig) -> None:
-    """Of sessions whose weights change between their turns and amid them."""
+    """Sessions whose weights change between their turns and in the middle of them."""
     with pytest.raises(EngineError, match="--disable-radix-cache"):
         async with rig.second_engine("keep_kv"):
             raise AssertionError("this server must not be used with keep_kv")

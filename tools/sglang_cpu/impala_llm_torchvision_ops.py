@@ -2,7 +2,7 @@
 
 Why: SGLang imports torchvision for its image models. The package index has the CUDA build, whose compiled part does not
 load without CUDA. torchvision accepts that, and then stumbles: `torchvision._meta_registrations` describes operators
-that nobody has declared. They are declared here, without an implementation, between those two steps. Where the
+that have not been declared. They are declared here, without an implementation, between those two steps. Where the
 compiled part did load (torchvision's own CPU build), it has declared them and nothing is done.
 """
 

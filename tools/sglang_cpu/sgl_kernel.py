@@ -2,7 +2,7 @@
 
 Why: SGLang's layers do `from sgl_kernel import ...` at the top of their modules, also where a CPU never calls what they
 import, and the real package is hundreds of megabytes of CUDA binaries that do not load here. With
-SGLANG_USE_CPU_ENGINE=1 the torch implementations are what runs. So a name may be imported; whoever calls it is told.
+SGLANG_USE_CPU_ENGINE=1 the torch implementations are used. So a name may be imported; a call of it raises an error.
 """
 
 from collections.abc import Callable

@@ -305,7 +305,7 @@ class TorchEngine:
         self._decoder.refresh()
         self.version = version
         seconds = time.perf_counter() - begin
-        # No step comes amid a load: answers stand still for all of it.
+        # No step runs during a load: no answer continues before it is complete.
         self._stats.pause_seconds, self._stats.transfer_seconds = seconds, transferred - begin
 
     def _admit(self) -> None:
@@ -332,7 +332,7 @@ class TorchEngine:
             begin = time.perf_counter()
             try:
                 self._step()
-            except Exception as error:  # a forward may raise any error: the requests fail, the engine goes on
+            except Exception as error:  # a forward may raise any error: the requests fail, the engine continues
                 _log.exception("a decoding step failed")
                 for slot in np.flatnonzero(self._table.running):
                     self._fail(int(slot), f"a decoding step failed: {error!r}", error)

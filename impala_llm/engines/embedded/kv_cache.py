@@ -38,7 +38,7 @@ class KVCache:
         self.num_blocks = slots * blocks_per_slot
         shape = (layers, 2, self.num_blocks + 1, kv_heads, BLOCK, head_dim)
         if device.type == "cpu" and dtype == torch.float32:
-            # numpy's zeros take no memory before a session has come there: most are far shorter than max_length.
+            # numpy's zeros take no memory until a session writes there: most are far shorter than max_length.
             self._pool = torch.from_numpy(np.zeros(shape, np.float32))
         else:
             self._pool = torch.zeros(shape, dtype=dtype, device=device)

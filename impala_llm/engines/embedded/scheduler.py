@@ -51,7 +51,7 @@ class Plan:
 def prompt_tokens_of_step(most: int, num_parameters: int, is_cpu: bool) -> int:
     """Tokens of prompts that a step may compute: on a CPU no more than a slow core computes in a few seconds.
 
-    While a step is computed its actor tells the learner nothing, and whoever is silent for `pipeline.actor_timeout_s`
+    While a step is computed its actor sends nothing, and an actor that is silent for `pipeline.actor_timeout_s`
     is given up. A token takes about two operations a parameter.
 
     Args:

@@ -186,13 +186,13 @@ class SGLangEngine:
                 answer.timer.reschedule(asyncio.get_running_loop().time() + grace)
 
     async def load_weights(self, directory: Path, version: int) -> None:
-        """Give all servers the weights of a Hugging Face directory; answers under way go on as `in_flight` says.
+        """Load the weights of a Hugging Face directory into all servers; see `in_flight` for answers under way.
 
         A server that is down gets them when it is back. Where all are down, this waits for the first.
 
         Raises:
             EngineError: a version below the present one; a directory that does not fit the model, or that a server
-                refuses. The old weights stay in use there, and answers go on.
+                refuses. The old weights stay in use there, and answers continue.
         """
         self._check_open()
         if version < self.version:

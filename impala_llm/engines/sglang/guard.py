@@ -130,7 +130,7 @@ def _key_words(folder: Path) -> list[str]:
 def _environment(folder: Path) -> dict[str, str]:
     """Variables of the server: temporary files in the folder, a lasting cache of compiled code, no path of ours."""
     environment = {**os.environ, "TMPDIR": str(folder)}
-    # An owner that imports torch has the variable with torch's own choice, a folder that anybody may have made.
+    # In an owner that imports torch the variable has torch's default, a folder that another user may have made.
     of_torch = f"{tempfile.gettempdir()}/torchinductor_"
     if environment.get("TORCHINDUCTOR_CACHE_DIR", of_torch).startswith(of_torch):
         environment["TORCHINDUCTOR_CACHE_DIR"] = _compiled_code(folder)
@@ -179,18 +179,18 @@ def _reap() -> list[tuple[int, int]]:
 def _note(files: dict[str, int], folder: Path, earlier: Set[int]) -> None:
     """Add the server's files in shared memory to `files`, name -> inode, and to the notes for `finish`.
 
-    These are files without a folder, as shm_open makes them, that our descendants have mapped for writing by all and
-    whose inodes are new. Files of others are mapped for reading.
+    These are the files directly in shared memory, as shm_open makes them, that a descendant of this process has mapped
+    as shared and writable, and whose inodes are not in `earlier`. Files of other owners are mapped read-only.
     """
     mapped = {inode for each in _descendants() for inode in _mapped(each.pid, {"w", "s"})} - earlier
     if not mapped:
         return
-    # By inode: what maps a semaphore that it made itself has it under a name that is gone.
+    # Matched by inode: a process that created a semaphore has it mapped under a temporary name that no longer exists.
     found = {entry.name: entry.inode() for entry in os.scandir(SHARED_MEMORY) if entry.inode() in mapped}
     if found.items() <= files.items():
         return
     files |= found
-    with contextlib.suppress(OSError):  # without room for them only the owner lacks them
+    with contextlib.suppress(OSError):  # no room: this process still has them, only `finish` in its owner has not
         unfinished = folder / f"{NOTES}.new"
         unfinished.write_text(json.dumps(files))
         unfinished.replace(folder / NOTES)

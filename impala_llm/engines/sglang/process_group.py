@@ -83,7 +83,7 @@ class Link:
         self.works = []
 
     def _begin(self, tensors: Sequence[Tensor], timeout_s: float) -> None:
-        """Begin on a thread that goes on where the call that waits for it is cancelled."""
+        """Begin in a thread that continues if the call that waits for it is cancelled."""
         try:
             begin_broadcast(self, tensors, timeout_s)
         finally:

@@ -189,7 +189,7 @@ class Answer:
             raise ServerLost(f"it aborted a request on its own: {message}")
         if len(self.tokens) == self._base:
             raise self._broken(f"it ended with {kind!r} before any token")
-        # Otherwise a stop token of the model that is not one of the request, or a limit of the server: go on.
+        # Otherwise a stop token of the model that is not one of the request, or a limit of the server: continue.
 
     def _check_pair(self, token: object, pair: object) -> float:
         if type(token) is not int or not 0 <= token < self._vocab_size:

@@ -47,7 +47,7 @@ class SGLangServer:
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.starts = 0
-        """Number of times that it has come up."""
+        """Number of its successful starts."""
         self._url = ""
         self._guard: asyncio.subprocess.Process | None = None
         self._folder = Path()

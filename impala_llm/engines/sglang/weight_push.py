@@ -1,9 +1,9 @@
-"""Weight push: sends the learner's weights to SGLang servers with answers under way, by one process group for each.
+"""Weight push: sends the learner's weights to SGLang servers while they generate, by one process group per server.
 
-Invariant: `send` returns after its timeout (and a few seconds of cleaning up), whatever servers do, and tensors that a
-server reads later than that get no label. A server that is given up gets nothing until its actor offers it under
-another number; until then the actor loads missing versions from disk. See engines/sglang/weight_lock.py for what
-the two leave each other.
+Invariant: `send` returns within its timeout and a few seconds of cleaning up, whatever the servers do. A server that
+reads the tensors later than that keeps its old version number. A server that was given up is sent nothing until its
+actor offers it under another number; until then the actor loads missing versions from disk. For the protocol between
+the learner and this actor see engines/sglang/weight_lock.py.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The goals of a catalogue: what a shopper is asked to buy, in the one canonical order that everybody uses.
+"""The goals of a catalogue: instructions of products to buy, in the canonical order of the benchmark.
 
 Invariant: the same products, hidden prices and random state give the same goals in the same order, to the character,
 as the original benchmark; the order itself depends only on how many goals there are.

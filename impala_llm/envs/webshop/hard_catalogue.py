@@ -1,7 +1,7 @@
 """A synthetic shop in which the right product can only be found by reading, made from a seed.
 
 A product type has about a dozen products with alike titles. A few of them are cheap, and each of these has attributes
-and option values of its own; the others are too dear for whoever looks for a cheap one, and have nearly all
+and option values of its own; the others are too dear for an instruction with a low price limit, and have nearly all
 attributes and options. Attributes stand on the features page alone, where the search does not look, and some
 instructions name the product type in words that no product has. So the first hit is seldom right, the price limit rules
 most hits out, and what is left has to be opened and read.
@@ -45,7 +45,8 @@ PRICE_GAP = 45
 
 NAMING = ("A {}.", "You will love this {}.", "The {} that people ask for.")
 CHEAP_NAMINGS, DEAR_NAMINGS = (0, 1, 2), (2, 3)
-"""How often a description names the product type. Dear products are praised more, and so mostly found first."""
+"""Number of times that a description may name the product type. Dear products are praised more, and so mostly found
+first."""
 CLOSING = ("Comes in a plain box.", "Sent within a day.", "Made with care, and sent to you in a box within two days.")
 
 _SYLLABLES = [consonant + vowel for consonant in "BCDFGHJKLMNPQRSTVWXZ" for vowel in "AEIOU"]

@@ -1,4 +1,4 @@
-"""Rules to compare policies with: whoever does not beat them has not read the pages."""
+"""Rule-based shoppers as baselines: a policy that does not beat them has not learned to read the pages."""
 
 from typing import Any
 

@@ -164,7 +164,7 @@ class AuthorisedKeys:
         self._warnings = RateLimitedWarnings()
 
     def name(self, public_key: bytes) -> str | None:
-        """Find the name that a key belongs to. Files that cannot be used authorise nobody.
+        """Find the name that a key belongs to. Files that cannot be used authorise no key.
 
         Args:
             public_key: Z85, 40 bytes.
@@ -285,7 +285,7 @@ def _check_private(path: Path, fix: str, handle: int | None = None) -> None:
 
     Args:
         fix: command that mends its mode.
-        handle: descriptor of the open file, which nobody can replace; None: the path is checked.
+        handle: descriptor of the open file, which cannot be replaced meanwhile; None: the path is checked.
 
     Raises:
         KeyFileError: others can use it.
@@ -359,7 +359,7 @@ def _key(path: Path, content: object, name: str) -> bytes:
             raise ValueError
         return value.encode("ascii")
     except (ValueError, KeyError, struct.error):
-        # The last two come from z85. What stands in a secret file is never shown.
+        # The last two come from z85. The contents of a secret file are never shown.
         raise KeyFileError(
             f"{path} is malformed: {name} must be a string of {_KEY_CHARACTERS} characters of Z85; copy the file again"
         ) from None

@@ -27,7 +27,7 @@ def address_towards(host: str, port: int) -> str:
 
     Args:
         host: name or address of the other one.
-        port: any; nobody needs to listen there.
+        port: any; no process needs to listen there.
 
     Raises:
         OSError: there is no route to the host.
@@ -67,10 +67,14 @@ def try_to_listen(endpoint: TcpEndpoint) -> None:
 
 
 def try_to_connect(endpoint: TcpEndpoint, timeout_s: float) -> None:
-    """Check that a process listens at `endpoint`. Waits for at most `timeout_s` seconds. Sends nothing.
+    """Check that a process listens at an endpoint. Sends nothing.
+
+    Args:
+        endpoint: to connect to.
+        timeout_s: seconds to wait.
 
     Raises:
-        OSError: none does, or nothing answers in time.
+        OSError: no process listens there, or none answers in time.
     """
     with system.create_connection((endpoint.host, endpoint.port or 0), timeout=timeout_s):
         pass

@@ -68,6 +68,7 @@ def router(
     An actor that connects again takes its routing id over, even while its old connection seems to exist.
 
     Args:
+        context: that the socket belongs to.
         endpoint: ipc:///path or tcp://address:port, `*` as port for any free one (then see zmq.LAST_ENDPOINT).
         max_message_bytes: a peer that sends a larger frame is disconnected.
         authenticator: of this context: the socket is encrypted and accepts authorised keys only; None: clear text, on
@@ -171,7 +172,8 @@ def monitor(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) 
     """Make a socket for `ends_without_handshake`.
 
     Args:
-        context: of the dealer that is watched. Its end waits until the new socket is closed, too.
+        context: of the dealer. Its termination waits until the new socket is closed, too.
+        socket: the dealer to watch.
     """
     name = f"inproc://dealer-{id(socket)}"
     socket.monitor(name, zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -183,8 +185,8 @@ def monitor(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) 
 
 
 def ends_without_handshake(events: zmq.Socket[bytes]) -> bool:
-    """Return whether the last connection of a watched dealer has had no handshake: nobody answers a key that is not
-    authorised, nor one for another learner.
+    """Return whether the last connection of a watched dealer ended without a handshake: a learner does not answer a key
+    that is not authorised, or that is meant for another learner.
 
     Args:
         events: see `monitor`; they are read.
@@ -239,7 +241,7 @@ def _has_ipv6_only(endpoint: TcpEndpoint) -> bool:
 
 @functools.lru_cache
 def _families(host: str) -> set[int]:
-    """Address families of a host. Looked up until it succeeds, and not again: whoever connects anew would wait for it.
+    """Address families of a host. Looked up until it succeeds, and not again: each new connection would wait for it.
 
     Raises:
         OSError: it cannot be looked up now.

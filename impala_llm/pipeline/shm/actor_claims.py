@@ -1,10 +1,10 @@
-"""Claims of supervisors of one host, which know nothing of each other: indices of actors, and servers for them.
+"""Claims on actor indices and engine servers, by which independent supervisors on one host avoid using the same ones.
 
-A claim is a locked file in a folder of this user's in shared memory: containers that share it know of each other's
-claims, and other users cannot touch them. Where no file can be made there, or another user has made the folder, nothing
+A claim is a locked file in a folder of this user in shared memory. Containers that share the memory see each other's
+claims; other users cannot touch them. If the folder belongs to another user, or no file can be created in it, nothing
 is claimed.
 
-Invariant: what is claimed has one living owner at most; the kernel frees it with the owner, whatever ends that.
+Invariant: a claim has at most one living owner; the kernel releases it when the owner ends for any reason.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def claimed_indices(run_name: str, count: int) -> Iterator[list[int]]:
                 break
             if _claim(stack, f"{run_name}-actor-{index}"):
                 found.append(index)
-            else:  # what is dealt by index has one share for each: a gap could give two the same
+            else:  # servers, for example, are shared out by index: with a gap two actors could get the same ones
                 found.clear()
                 stack.close()
         yield found
@@ -88,7 +88,7 @@ def _server(url: str) -> str:
 
 
 def _claim(stack: ExitStack, name: str) -> bool:
-    """Claim a name until the stack is closed. Returns whether nobody else has it."""
+    """Claim a name until the stack is closed. Returns False if another process has it."""
     folder = shared_memory() / f"impala_llm-{os.getuid()}.claims"  # no run's: its name would follow on a hyphen
     path = folder / hashlib.sha256(name.encode()).hexdigest()
     while True:
@@ -98,8 +98,8 @@ def _claim(stack: ExitStack, name: str) -> bool:
             check_ours(folder, _FIX)
             claim = FileLock(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         except FileNotFoundError:
-            continue  # whoever had the last claim has just removed the folder
-        except RunDirectoryError as error:  # anybody can make it: a run does without
+            continue  # the owner of the last claim has just removed the folder
+        except RunDirectoryError as error:  # any user can create the folder first: the run continues without claims
             _say_once(str(error))
             return True
         except OSError:

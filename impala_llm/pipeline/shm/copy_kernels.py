@@ -32,6 +32,9 @@ def mixed(word: int, key: int) -> int:
 
     A flipped bit k of the low half changes it by ±2^k·(1 + high), of the high half by ±2^k·(2^32 + low): never by a
     multiple of 2^64.
+
+    Args:
+        word, key: uint64.
     """
     word = word ^ key
     return word + (word & _LOW) * (word >> np.uint64(32))
@@ -57,9 +60,10 @@ def checksum(words: np.ndarray, first: int = 0) -> int:
 
 @_compiled
 def copy_checksum(target: np.ndarray, source: np.ndarray, first: int = 0) -> int:
-    """Copy `source`, uint64[n], to `target`, uint64[n], in one pass.
+    """Copy words, and compute their checksum in the same pass.
 
     Args:
+        target, source: uint64[n].
         first: index of source[0] in a larger array, whose checksum is the sum of those of its pieces, modulo 2^64.
 
     Returns:
@@ -80,7 +84,8 @@ def lay_end_to_end(sizes: np.ndarray, unit: int, starts: np.ndarray) -> int:
 
     Args:
         sizes: int64[n].
-        starts: int64[n], set: where each begins.
+        unit: of the starts.
+        starts: int64[n], set here: the start of each piece.
 
     Returns:
         The end of the last one.
@@ -131,8 +136,13 @@ def borrowed(typing: Any, array: Any) -> Any:
 
 @intrinsic
 def stream_line(typing: Any, target: Any, place: Any, source: Any, index: Any) -> Any:
-    """Set target[place : place + 8] = source[index : index + 8], uint64, by a store past the caches: the old contents
-    are not fetched first. The address of target[place] is a multiple of 64 bytes."""
+    """Set target[place : place + 8] = source[index : index + 8] by a store past the caches: the old contents are not
+    fetched first.
+
+    Args:
+        target, source: uint64[n]. The address of target[place] is a multiple of 64 bytes.
+        place, index: of the first word.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         line = ir.VectorType(ir.IntType(64), 8).as_pointer()
@@ -148,7 +158,12 @@ def stream_line(typing: Any, target: Any, place: Any, source: Any, index: Any) -
 
 @intrinsic
 def prefetch(typing: Any, source: Any, index: Any) -> Any:
-    """Prefetch the cache line of source[index], which may lie outside of the array."""
+    """Prefetch the cache line of source[index].
+
+    Args:
+        source: array of any dtype.
+        index: may lie outside of the array.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         of = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -193,7 +208,13 @@ def _stream_checksum(target: np.ndarray, source: np.ndarray, first: int) -> int:
 
 @_compiled
 def lay_block(ring: np.ndarray, start: int, num_header: int, block: np.ndarray) -> int:
-    """Complete a record whose header of `num_header` words lies at ring[start:]: copy its block, uint64[n], behind it.
+    """Complete a record whose header lies in the ring: copy its block behind the header.
+
+    Args:
+        ring: uint64[words of the ring].
+        start: of the header.
+        num_header: words of the header.
+        block: uint64[n].
 
     Returns:
         The checksum of the whole record, as int64.
@@ -209,12 +230,13 @@ def lay_block(ring: np.ndarray, start: int, num_header: int, block: np.ndarray) 
 
 
 def stream_bytes(target: np.ndarray, source: np.ndarray, first: int = 0) -> int:
-    """Copy `source`, uint8[n], to `target`, uint8[n], past the caches, in one pass.
+    """Copy bytes past the caches, and compute their checksum in the same pass.
 
     For data that is larger than the caches or will be read by another core. Fastest where the target's address is a
     multiple of 8.
 
     Args:
+        target, source: uint8[n].
         first: word at which the source lies in larger data, whose checksum is the sum of those of its pieces, modulo
             2^64; each piece but the last has a multiple of 8 bytes.
 

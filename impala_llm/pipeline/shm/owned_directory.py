@@ -28,7 +28,16 @@ class RunDirectoryError(RuntimeError):
 
 
 def check_ours(root: Path, fix: str = "choose another run name") -> None:
-    """Raise RunDirectoryError unless `root` is a directory of this user. fix: end of the message, what to do then."""
+    """Require a directory of this user.
+
+    Args:
+        root: to check.
+        fix: end of the error message, which says what to do.
+
+    Raises:
+        RunDirectoryError: it is another user's, a link, or not a directory.
+        FileNotFoundError: it does not exist.
+    """
     # /dev/shm is writable for every user: never follow links that another user has put there.
     status = os.lstat(root)
     if root.is_symlink() or not root.is_dir() or status.st_uid != os.getuid():
@@ -80,7 +89,12 @@ def take_lock(root: Path, run_name: str, make: bool) -> FileLock | None:
 
 
 def in_use(root: Path, run_name: str) -> RunDirectoryError:
-    """Make the error for `root`, the directory of run `run_name`, whose owner lives."""
+    """Make the error for a directory whose owner lives.
+
+    Args:
+        root: the directory.
+        run_name: of its run.
+    """
     return RunDirectoryError(
         f"run.name={run_name} is in use: {root} belongs to the living process {_owner_pid(root)}; stop that process, "
         "or choose another run name"
@@ -88,7 +102,11 @@ def in_use(root: Path, run_name: str) -> RunDirectoryError:
 
 
 def has_owner(root: Path) -> bool:
-    """Return whether a living process holds the lock."""
+    """Return whether a living process holds the lock.
+
+    Raises:
+        RunDirectoryError: it is another user's directory.
+    """
     if (lock := _open_directory(root)) is None:
         return False
     with contextlib.closing(lock):
@@ -106,7 +124,15 @@ def _owner_pid(root: Path) -> object:
 
 
 def read_file(root: Path, name: str = RUN_FILE) -> dict[str, object]:
-    """Read the JSON object in file `name` of directory `root`; empty where there is none."""
+    """Read a JSON object from a file of a run's directory.
+
+    Args:
+        root: the directory.
+        name: of the file.
+
+    Returns:
+        The object; empty if the file is missing or malformed.
+    """
     try:
         values = json.loads((root / name).read_text())
     except (OSError, ValueError):
@@ -116,7 +142,7 @@ def read_file(root: Path, name: str = RUN_FILE) -> dict[str, object]:
 
 def empty(root: Path) -> None:
     """Remove all files in a directory whose lock is held, also while ending actors create and remove files in it."""
-    (root / RUN_FILE).unlink(missing_ok=True)  # first: nobody attaches to a directory that is half deleted
+    (root / RUN_FILE).unlink(missing_ok=True)  # first: no process attaches to a directory that is half deleted
     for path in root.iterdir():
         while os.path.lexists(path):
             try:

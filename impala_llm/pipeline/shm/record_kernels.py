@@ -337,7 +337,7 @@ def take_records(
     large: int,
     facts: np.ndarray,
 ) -> None:
-    """Copy records and check the copies, which nobody else can change. Layout and rules: record.py.
+    """Copy records and check the copies, which no other process can change. Layout and rules: record.py.
 
     Args:
         source, target: uint64.

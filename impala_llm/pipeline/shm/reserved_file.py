@@ -1,5 +1,5 @@
-"""Small files that are written again and again, also where others have filled the file system: in memory that was
-reserved while there was some."""
+"""Small files that are rewritten often and must stay writable when the file system is full: their memory is reserved
+beforehand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 
 
 def reserve(path: Path, num_bytes: int) -> None:
-    """Reserve memory for the first bytes of a file, which keeps its contents; where there is none it is made, of zeros.
+    """Reserve memory for the first bytes of a file. An existing file keeps its contents; a new one consists of zeros.
 
     Args:
         path: of the file.
@@ -27,14 +27,14 @@ def reserve(path: Path, num_bytes: int) -> None:
 
 
 def overwrite(path: Path, content: bytes) -> None:
-    """Write a file in place: what it held as many bytes of, or had reserved, needs no further memory.
+    """Replace a file's contents in place. No new memory is needed up to the size that it had, or had reserved.
 
     Args:
         path: of the file, made where it is missing.
         content: all that it holds afterwards.
 
     Raises:
-        OSError: the file system has no room for what is beyond its size.
+        OSError: the file system has no room for the bytes beyond that size.
     """
     with open(os.open(path, _FLAGS, 0o600), "wb") as file:
         file.write(content)

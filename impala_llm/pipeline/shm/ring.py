@@ -66,6 +66,7 @@ def populate(mapping: mmap.mmap, *, write: bool) -> None:
     """Fault in all pages of a mapping, so that no later copy has to.
 
     Args:
+        mapping: to fault in.
         write: map the pages for writing.
     """
     try:

@@ -34,14 +34,7 @@ from impala_llm.pipeline.shm.record import (
     metadata_of,
     record_bytes,
 )
-from impala_llm.pipeline.shm.record_layout import (
-    INTEGERS,
-    NUM_TOKENS,
-    NUM_TURNS,
-    PLACES,
-    TICKET_ID,
-    UNROLL_INDEX,
-)
+from impala_llm.pipeline.shm.record_layout import INTEGERS, NUM_TOKENS, NUM_TURNS, PLACES, TICKET_ID, UNROLL_INDEX
 from impala_llm.pipeline.shm.ring import ArenaError, map_new_file, populate
 from impala_llm.trajectory import ARRAY_FIELDS, DeferredTrajectory, Trajectory, block_views, unroll_id
 
@@ -192,11 +185,20 @@ class TrajectoryStore:
         return np.array(found, np.int64)
 
     def cancel(self, start: int, size: int) -> None:
-        """Give back the words [start, start + size) that were reserved for one record."""
+        """Give back the space that was reserved for one record.
+
+        Args:
+            start, size: of the record, in words.
+        """
         self._free.give(start, start + -(-size // _UNIT) * _UNIT)
 
     def text(self, start: int, begin: int, end: int) -> str:
-        """Decode bytes [begin, end) of the record at word `start`, which are known to be UTF-8."""
+        """Decode bytes of a record that are known to be UTF-8.
+
+        Args:
+            start: first word of the record.
+            begin, end: of the bytes, from the start of the record.
+        """
         base = self._begin + 8 * start
         return str(self._bytes[base + begin : base + end], "utf-8")
 
@@ -206,7 +208,11 @@ class TrajectoryStore:
         return start, size
 
     def record(self, start: int, size: int) -> memoryview:
-        """Bytes of the record of `size` words at word `start`, valid until its space is given back. No copy."""
+        """Bytes of a record, without a copy; valid until its space is given back.
+
+        Args:
+            start, size: of the record, in words.
+        """
         begin = self._begin + 8 * start
         return self._bytes[begin : begin + 8 * size]
 
@@ -238,7 +244,7 @@ class TrajectoryStore:
         return trajectories
 
     def held(self) -> dict[int, Callable[[], memoryview]]:
-        """Records that a later process would find: `unroll_id` -> what returns its bytes. For any thread.
+        """Records that a later process would find: `unroll_id` -> function that returns the bytes. For any thread.
 
         Their space is not used again while one of these functions is referred to.
         """
@@ -246,7 +252,7 @@ class TrajectoryStore:
             return {number: stored.record for number, stored in self._by_unroll.items()}
 
     def adopt(self, trajectories: Iterable[Trajectory]) -> int:
-        """Take in trajectories that another process had committed. Returns how many found no room."""
+        """Add trajectories that another process had committed. Returns the number of those that found no room."""
         num_lost = 0
         for trajectory in trajectories:
             record = np.frombuffer(record_bytes(trajectory), np.uint64)
@@ -280,7 +286,11 @@ class TrajectoryStore:
         return max(len(rows) / len(self._index), int(_rounded(self._index[rows, _SIZE]).sum()) / self._num_words)
 
     def view(self, start: int, size: int) -> _KeptWords:
-        """View uint64[size] at word `start`, without a copy."""
+        """View words as uint64[size], without a copy.
+
+        Args:
+            start, size: of the words.
+        """
         return _KeptWords((size,), np.uint64, self._map, self._begin + 8 * start)
 
     def _keep(self, rows: Sequence[int], facts: np.ndarray) -> list[Trajectory]:

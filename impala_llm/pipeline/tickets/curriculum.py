@@ -1,7 +1,7 @@
 """Curriculum: prefers the kinds of tasks that succeed sometimes.
 
 Invariant: whether a group is played depends on the success rates of its kind, the run's seed and the group's number
-alone. Tasks that are passed over come again in the next epoch.
+alone. Tasks that are skipped come again in the next epoch.
 """
 
 import threading
@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 _FORGETTING = 0.02
-"""Smallest weight of a new episode in its kind's rate: about fifty episodes are remembered."""
+"""Smallest weight of a new episode in its kind's rate: the rate is a mean over about the last fifty episodes."""
 
 
 class Curriculum:
-    """Success rates by kind, from the episodes that arrive. Thread-safe.
+    """Tracks the success rate of each kind of task, and decides which groups of tasks are played. Thread-safe.
 
     A kind whose rate is p is played with probability 4p(1 - p): always at one half, seldom where all episodes succeed
     or all fail, which teach little. A kind that has not been played counts as one half.
@@ -36,7 +36,12 @@ class Curriculum:
         self._rates = {kind: (float(rate), int(count)) for kind, rate, count in rows}
 
     def observe(self, kind: str, success: bool) -> None:
-        """Update the success rate of a kind by an episode of it that has ended."""
+        """Update the success rate of a kind with an episode that has ended.
+
+        Args:
+            kind: of the episode's task.
+            success: whether the episode succeeded.
+        """
         with self._lock:
             rate, count = self._rates.get(kind, (0.5, 0))
             self._rates[kind] = rate + max(1 / (count + 2), _FORGETTING) * (success - rate), count + 1
@@ -57,7 +62,12 @@ class Curriculum:
         }
 
     def plays(self, task_id: int, group_id: int) -> bool:
-        """Return whether group `group_id` of task `task_id`, which is due, is played."""
+        """Return whether a group that is due is played.
+
+        Args:
+            task_id: of the group's task.
+            group_id: of the group.
+        """
         rate = self.rate(self._kinds[task_id])
         draw = np.random.default_rng([self._seed, 1, group_id]).random()
         return bool(draw < max(4 * rate * (1 - rate), self._least))

@@ -1,7 +1,7 @@
-"""Granting: which actor gets which ticket next. For callers that hold the ledger's lock.
+"""Granting: decides which actor gets which ticket next. For callers that hold the ledger's lock.
 
-Invariant: a suspect (see quarantine.py) is granted only to an actor that has no other one. A turn costs what the actors
-cost that have changed since the last one, however many there are.
+Invariant: a suspect (see quarantine.py) is granted only to an actor that has no other suspect. The time of a call of
+`fill_levels` depends on the number of actors whose tickets or levels have changed, not on the number of actors.
 """
 
 from __future__ import annotations
@@ -48,7 +48,12 @@ class Granting:
         self._below: list[tuple[int, int, str]] = []
 
     def request(self, actor_id: str, want: int) -> None:
-        """Set the level of actor `actor_id`: it wants to have `want` tickets under way."""
+        """Set the level of an actor, a new one included.
+
+        Args:
+            actor_id: of the actor.
+            want: tickets that it wants to have under way.
+        """
         if actor_id not in self._wants:
             self._table.open_at[actor_id] = set()
             self._numbers[actor_id] = self._num_arrived
@@ -58,7 +63,7 @@ class Granting:
             self._table.changed.add(actor_id)
 
     def know(self, actor_id: str) -> None:
-        """Take an actor in, with the level that it has or none."""
+        """Add an actor if it is new, with level 0; a known actor keeps its level."""
         self.request(actor_id, self._wants.get(actor_id, 0))
 
     def forget(self, actor_id: str) -> None:

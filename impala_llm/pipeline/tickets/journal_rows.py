@@ -17,7 +17,7 @@ from impala_llm.trajectory import MAX_TICKETS
 Row = tuple[int, ...]
 _ORDER, _TAKEN, _LIVE, _TRAINED, _EVICTED, _REFUSED, _SETTLED, _MADE, _CRASHED = range(9)
 _LOSSES_AT = 32
-"""Bit of a row's field from which on a ticket's losses stand; its attempts are below."""
+"""First bit of the number of losses in a row's fifth field; the bits below hold the number of attempts."""
 _KINDS = {State.TRAINED: _TRAINED, State.EVICTED: _EVICTED, State.REFUSED: _REFUSED}
 _ENDS = {kind: state for state, kind in _KINDS.items()}
 NO_FORECAST = (0, 0)
@@ -93,7 +93,7 @@ def as_of(rows: Iterable[Row], version: int) -> list[Row]:
 
     Args:
         rows: see `account`.
-        version: of the weights that the process goes on from.
+        version: of the weights from which the process continues.
     """
     found: list[Row] = []
     for row in rows:
@@ -114,7 +114,7 @@ def group_size_of(rows: Iterable[Sequence[int]]) -> int:
 def dealt(by_rank: Sequence[Sequence[Sequence[int]]], rank: int, num_ranks: int) -> list[Row]:
     """Rows of one of several ranks, from those of another number of ranks: a group belongs to the rank of its number.
 
-    What some ranks had taken from the order, and others not yet, becomes tickets that were granted to nobody.
+    Groups that some ranks had reached in the order, and that their own rank had not, become tickets that no actor has.
 
     Args:
         by_rank: see `account`.
@@ -150,7 +150,12 @@ def dealt(by_rank: Sequence[Sequence[Sequence[int]]], rank: int, num_ranks: int)
 
 
 def renumbered(rows: Iterable[Sequence[int]], shift: int) -> list[Row]:
-    """Copy rows with all versions higher by `shift`; 0, which means none in most places, stays."""
+    """Copy rows, with all versions increased.
+
+    Args:
+        rows: see `account`.
+        shift: that is added to each version but 0, which means none in most places.
+    """
     found: list[Row] = []
     for kind, *fields in rows:
         at = {_SETTLED: (2,), _MADE: (0,), _ORDER: (), _TAKEN: (), _CRASHED: ()}.get(kind, (1, 2, 4))
@@ -180,6 +185,8 @@ def read(rows: Sequence[Sequence[int]], order: TaskOrder, version: int) -> Past:
     """Read rows, and move the task order to its position.
 
     Args:
+        rows: see `account`.
+        order: of this run; its position is set here.
         version: newest one on a board: steps that made a later one do not count.
 
     Raises:

@@ -3,8 +3,8 @@
 Invariant: no ticket is lost and none is counted twice, whichever process dies at any time. Each method takes the lock
 and leaves the journal in step with the tickets.
 
-How many tickets may be under way: staleness.py. Their states: table.py. Who gets which: granting.py. What is set aside
-since it kills actors or the learner: quarantine.py. How a later process goes on: recovery.py.
+Number of tickets that may be under way: staleness.py. Their states: table.py. Choice of the actor that gets a ticket:
+granting.py. Tasks and trajectories that kill actors or the learner: quarantine.py. Restart: recovery.py.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ _TOTALS = (
 
 class TicketLedger:
     """Grants tickets and follows each to its end. Thread-safe: it holds a lock during each call.
+
+    A method that changes tickets raises ArenaError if the journal needs more room and there is no memory.
 
     One round, with max_staleness = 0, a batch of 2 and one actor:
 
@@ -98,7 +100,7 @@ class TicketLedger:
         Tickets under way are those granted to it and neither received nor failed.
 
         Args:
-            actor_id: of the actor; one that is new here is taken in.
+            actor_id: of the actor; one that is new here is added.
             want: tickets; 0 asks for no more.
 
         Raises:
@@ -132,8 +134,12 @@ class TicketLedger:
             ]
 
     def resumed(self, actor_id: str, held: Iterable[int]) -> None:
-        """Return tickets to actor `actor_id`, which came back and still plays those in `held`, where they wait to be
-        granted again."""
+        """Return tickets to an actor that has come back and still plays them, unless they have been granted to others.
+
+        Args:
+            actor_id: of the actor; one that is new here is added.
+            held: ids of the tickets that it still plays.
+        """
         with self._lock:
             self._granting.know(actor_id)
             for ticket_id in held:
@@ -152,15 +158,16 @@ class TicketLedger:
             return None if entry is None else entry.ticket
 
     def lost_by(self, actor_id: str, ticket_ids: Iterable[int]) -> list[Ticket]:
-        """Handle tickets that are open at actor `actor_id` and that it does not list as held.
+        """Handle tickets that are open at an actor and that it does not list as held.
 
         Episodes of which an unroll was received are cut.
 
         Args:
-            ticket_ids: of these tickets; those that are not open at this actor are passed over.
+            actor_id: of the actor.
+            ticket_ids: of these tickets; those that are not open at this actor are ignored.
 
         Returns:
-            The other tickets, which it should be granted once more.
+            Tickets without a received unroll, which are to be granted to it once more.
         """
         again = []
         with self._lock:
@@ -177,7 +184,11 @@ class TicketLedger:
         return again
 
     def check(self, ticket_id: int, episode_id: str, unroll_index: int = 0) -> Verdict:
-        """Return the verdict of `received(ticket_id, episode_id, unroll_index)`, without effect."""
+        """Return the verdict of `received`, without effect.
+
+        Args:
+            ticket_id, episode_id, unroll_index: as for `received`.
+        """
         with self._lock:
             return self._table.check(ticket_id, episode_id, unroll_index)
 
@@ -204,12 +215,15 @@ class TicketLedger:
             return self._table.receive_all(claims)
 
     def failed(self, ticket_id: int, actor_id: str) -> None:
-        """Note that the attempt of actor `actor_id` at ticket `ticket_id` failed.
+        """Note that an attempt at a ticket failed.
 
         The ticket is granted again, or refused after max_attempts failures; an episode of which an unroll was received
-        is cut instead.
+        is cut instead. No effect if the ticket is not open at this actor: a late report of an attempt that was given
+        up.
 
-        It has no effect where the ticket is not open at this actor: a late report of an attempt that was given up.
+        Args:
+            ticket_id: of the ticket.
+            actor_id: of the actor whose attempt failed.
         """
         with self._lock:
             entry = self._table.entries.get(ticket_id)
@@ -229,10 +243,13 @@ class TicketLedger:
             self._table.write_notes()
 
     def refused(self, ticket_id: int, actor_id: str) -> None:
-        """Refuse ticket `ticket_id`, whose trajectory was malformed. An episode of which an unroll was received is cut
-        instead.
+        """Refuse a ticket whose trajectory was malformed. An episode of which an unroll was received is cut instead.
 
-        It has no effect where the ticket is not open at actor `actor_id`.
+        No effect if the ticket is not open at this actor.
+
+        Args:
+            ticket_id: of the ticket.
+            actor_id: of the actor that sent the trajectory.
         """
         with self._lock:
             entry = self._table.entries.get(ticket_id)
@@ -297,8 +314,9 @@ class TicketLedger:
         """Note that the learner has made a version.
 
         Args:
-            kept: a later process would go on from it. Otherwise its step, and those since the last one that was kept,
-                may still be lost, and their trajectories are remembered.
+            version: above the current one.
+            kept: a restarted learner would continue from it. Otherwise its step, and those since the last version that
+                was kept, may still be lost, and their trajectories are remembered.
 
         Raises:
             ValueError: it is not above the current version.
@@ -318,7 +336,7 @@ class TicketLedger:
             self._table.note_made(self._table.over)
 
     def lost_members(self, group_id: int) -> int:
-        """Count the tickets of a group that have ended: what was received of it is complete without them.
+        """Count the tickets of a group that have ended: its received trajectories are complete without them.
 
         0 for a group of which every ticket has ended.
         """
@@ -356,10 +374,10 @@ class TicketLedger:
     # --- after a death
 
     def rows(self, version: int) -> list[journal_rows.Row]:
-        """Rows of a journal from which the ledger of another process, at this version, goes on; see `recover`.
+        """Rows of a journal from which the ledger of another process, at this version, continues; see `recover`.
 
         Args:
-            version: the current one, or that of the step under way: what it trained on then counts.
+            version: the current one, or that of the step under way, whose trajectories then count as trained on.
         """
         with self._lock:
             return journal_rows.as_of(self._table.account(), version)
@@ -379,7 +397,8 @@ class TicketLedger:
             Whether each of `received` is still wanted.
 
         Raises:
-            RunDirectoryError: the journal is of another task order.
+            RunDirectoryError: the journal is of another task order, or damaged.
+            ArenaError: the journal cannot be written, see `Journal.rewrite`.
         """
         with self._lock:
             recovery.restore(self._table, received)

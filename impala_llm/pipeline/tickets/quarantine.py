@@ -28,14 +28,26 @@ def is_suspect(entry: Entry) -> bool:
 
 
 def note_loss(entry: Entry, actor_id: str) -> None:
-    """Note in the entry of a ticket that actor `actor_id` was lost while it had it."""
+    """Note that an actor was lost while it had a ticket.
+
+    Args:
+        entry: of the ticket, changed here.
+        actor_id: of the actor.
+    """
     entry.losses += 1
     entry.lost_by = actor_id
 
 
 def take_back_loss(entry: Entry, actor_id: str) -> bool:
-    """Note in the entry of a ticket that actor `actor_id` came back with it: the network was at fault. Returns whether
-    its loss was counted."""
+    """Take back the loss of an actor that has come back with its ticket: the network was at fault.
+
+    Args:
+        entry: of the ticket, changed here.
+        actor_id: of the actor.
+
+    Returns:
+        Whether its loss was counted.
+    """
     if entry.lost_by != actor_id:
         return False
     entry.losses -= 1

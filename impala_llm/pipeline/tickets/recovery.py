@@ -32,7 +32,11 @@ def restore(table: TicketTable, received: Sequence[tuple[int, str, int]]) -> Non
 
 
 def rewrite_journal(table: TicketTable) -> None:
-    """Begin the journal anew, with the rows from which the next process restores the table."""
+    """Replace the journal by the rows from which the next process restores the table.
+
+    Raises:
+        ArenaError: see `Journal.rewrite`.
+    """
     table.slots.drop_zeros()
     table.notes.clear()
     if table.journal is not None:
@@ -54,7 +58,7 @@ def still_wanted(table: TicketTable, received: Sequence[tuple[int, str, int]]) -
 
 
 def _restore_entries(table: TicketTable, past: journal_rows.Past) -> None:
-    """Enter all tickets of the journal, with what their rows say, and charge their slots."""
+    """Enter all tickets of the journal with the state in their rows, and charge their slots."""
     for ticket_id, row in sorted(past.last.items()):
         group_id = ticket_id // table.order.group_size
         _, _, born_version, min_version, tries, step = row

@@ -74,9 +74,10 @@ class TicketTable:
         self.num_open = 0
         self.totals: Counter[str] = Counter()
         self.kept = slots.version
-        """Newest version that a later process would go on from."""
+        """Newest version from which a later process would continue."""
         self.over = slots.version
-        """Version up to which steps are known not to have ended the process."""
+        """Version up to which no step counts as one in which the process died: steps that were completed, and the one
+        in which the process was told to end. See quarantine.py."""
         self.notes: list[journal_rows.Row] = []
         # Resends arrive within seconds; tickets that ended many batches ago need not be remembered.
         self._num_remembered = max(4096, 16 * slots.batch_size * (1 + (slots.max_staleness or 0)))
@@ -102,7 +103,12 @@ class TicketTable:
         self.slots.charge_group()
 
     def open(self, ticket_id: int, actor_id: str) -> Ticket:
-        """Open ticket `ticket_id` at actor `actor_id`. The caller has taken it out of `ready`."""
+        """Open a ticket, which the caller has taken out of `ready`.
+
+        Args:
+            ticket_id: of the ticket.
+            actor_id: of the actor that gets it.
+        """
         entry = self.entries[ticket_id]
         entry.state, entry.actor_id, entry.lost_by = State.OPEN, actor_id, None
         self.open_at[actor_id].add(ticket_id)
@@ -151,8 +157,13 @@ class TicketTable:
             self.end([entry], State.TRAINED if entry.step else State.EVICTED)
 
     def check(self, ticket_id: int, episode_id: str, unroll_index: int = 0) -> Verdict:
-        """Return the verdict of `receive_all` on unroll `unroll_index` of episode `episode_id`, played for ticket
-        `ticket_id`, without effect."""
+        """Return the verdict of `receive_all` on an unroll, without effect.
+
+        Args:
+            ticket_id: that the episode was played for.
+            episode_id: of the episode.
+            unroll_index: place among the unrolls of the episode, from 0.
+        """
         entry = self.entries.get(ticket_id) or self.ended.get(ticket_id)
         if entry is None:
             return Verdict.UNKNOWN_TICKET
@@ -335,7 +346,11 @@ class TicketTable:
             self.notes.append(journal_rows.note(entry))
 
     def write_notes(self) -> None:
-        """Append the changes of a call to the journal, in one piece."""
+        """Append the changes of a call to the journal, in one piece.
+
+        Raises:
+            ArenaError: see `Journal.rewrite`.
+        """
         if self.notes:
             assert self.journal is not None
             if not self.journal.append(self.notes):

@@ -12,7 +12,7 @@ import numpy as np
 from impala_llm.pipeline.tickets.curriculum import Curriculum
 
 _MOST_PASSED = 10_000
-"""Groups that are passed over in a row at most, for the sake of whoever waits."""
+"""Most groups that are skipped in a row, so that `next` returns in bounded time."""
 
 
 class TaskOrder:
@@ -26,7 +26,8 @@ class TaskOrder:
         tasks: ids, all different, the same on all ranks.
         group_size: tickets of a group.
         seed: of the shuffles and the tickets.
-        curriculum: says which groups are passed over; None: none.
+        rank, world_size: this rank, and the number of ranks that share the order.
+        curriculum: decides which groups are skipped; None: none is.
 
     Raises:
         ValueError: there are no tasks or repeated ones, group_size is below 1, or rank is outside of the world.

@@ -1,7 +1,7 @@
 """Channel between actors and a learner rank: messages, sessions, descriptors of trajectories, acknowledgements.
 
-From outside: `receiver.Receiver` at the learner, `actor_channel.ActorChannel` at an actor, and what passes between
-them, `messages`.
+Used from outside: `receiver.Receiver` at the learner, `actor_channel.ActorChannel` at an actor. They exchange
+`messages`.
 
 - at the learner: message_loop (handles each message), leader_follower (by which thread), actor_sockets, sessions (who
   is connected), offers and ingest (records on their way into the trajectory store), evaluation_tasks, no_receiver (a

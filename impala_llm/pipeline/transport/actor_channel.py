@@ -49,7 +49,7 @@ Event = Grant | Ack | Refused | WeightsAnnounced | Shutdown | Revoked | HelloWan
 class ActorChannel:
     """An actor's connection to one learner rank. For one thread or event loop. Only `poll` with a timeout blocks.
 
-    A turn of an actor: `poll`, start an episode for each granted ticket, `send` what is finished.
+    A turn of an actor: `poll`, start an episode for each granted ticket, `send` the finished trajectories.
 
     Args:
         endpoint: of the rank: `RunDirectory.endpoint`, or a tcp endpoint on another host.
@@ -106,7 +106,7 @@ class ActorChannel:
         self._version: int | None = None
 
     def hello(self) -> None:
-        """Introduce this actor: once, before anything else. The channel repeats it by itself when the learner asks."""
+        """Introduce this actor: once, before anything else. The channel repeats it when the learner asks for it."""
         held, first = tuple(self._held), self._records.first_sequence
         self._connection.send(Hello(self.actor_id, self._incarnation, held, self._shared_arena, first))
 
@@ -170,7 +170,7 @@ class ActorChannel:
         if may_offer and self._records.is_offer_due:
             self._offer(self._records.unsent())
         else:
-            self._connection.wake()  # the turn of whoever waits offers it
+            self._connection.wake()  # the next `poll` offers it
         return True
 
     def fail(self, ticket_id: int, reason: str) -> None:
@@ -200,8 +200,8 @@ class ActorChannel:
         Returns:
             Events. Grant holds only tickets that are new to this actor. WeightsAnnounced comes when the version differs
             from the last one. Revoked also follows the refusal of an unroll, since the remaining turns of its episode
-            are not wanted any more. HelloWanted was answered already: the learner is another one, or had given this
-            actor up. EvaluationGrant comes as it was sent, also where nothing in it is new.
+            are not wanted any more. HelloWanted has been answered already: the learner was restarted, or had given this
+            actor up. EvaluationGrant is returned as it was sent, also where nothing in it is new.
 
         Raises:
             LearnerLost: see `learner_timeout_s`, or the run has ended.
@@ -255,7 +255,7 @@ class ActorChannel:
         if self._connection.check():
             self._offer(self._records.all_reminders())
         self._is_hello_due = self._is_hello_due or hello_wanted
-        # Not at once each time: where another process has this name, each introduction is answered like this.
+        # At most four per heartbeat: while another process has this name, each Hello is answered by a HelloWanted.
         if self._is_hello_due and self._times.monotonic() >= self._next_hello:
             self._is_hello_due = False
             self._next_hello = self._times.monotonic() + self._times.heartbeat_s / 4
@@ -266,7 +266,7 @@ class ActorChannel:
         return events
 
     def _handle(self, message: Message) -> list[Event]:
-        """Handle a message of the learner. Returns what the actor must know of it."""
+        """Handle a message of the learner. Returns the events that it causes."""
         match message:
             case Grant(tickets):
                 fresh = tuple(ticket for ticket in tickets if ticket.ticket_id not in self._held)
@@ -300,7 +300,7 @@ class ActorChannel:
         return []
 
     def _introduce_again(self) -> None:
-        # The learner is new, or had given this actor up: it knows nothing of what is under way.
+        # The learner is new, or had given this actor up: it does not know the tickets and records that are under way.
         self._version = None
         self.hello()
         if self._want is not None:
@@ -309,7 +309,7 @@ class ActorChannel:
         self._offer(self._records.all_reminders())
 
     def _repeat(self) -> None:
-        """Say again what the learner may not have heard, and is not told by a heartbeat."""
+        """Repeat the messages that may have been lost and that a heartbeat does not contain."""
         if self._engines is not None:
             self._connection.send(self._engines)
         if self._evaluation_want is not None:
@@ -333,5 +333,5 @@ class ActorChannel:
 
 
 def _sendable(reason: str) -> str:
-    """A text that may come from anywhere, as far as it can be sent: msgpack takes no lone surrogates."""
+    """Shorten a text of any origin, and replace characters that cannot be sent: msgpack takes no lone surrogates."""
     return reason[:_MAX_REASON].encode(errors="replace").decode()

@@ -1,7 +1,7 @@
-"""Sockets of a receiver: where it listens, messages of actors in, messages to actors out.
+"""Sockets of a receiver: it listens at them, receives the messages of actors, and sends messages to actors.
 
-Invariant: a message never waits for its peer. One for a peer that is gone or does not read is dropped; senders of
-important ones send them again.
+Invariant: a message never waits for its peer. It is dropped if the peer has left or does not read; senders of important
+messages send them again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ActorSockets:
 
     def __init__(self, endpoints: Endpoints, run_id: int, wakeup: int) -> None:
         self.endpoints = [endpoints.local, *([] if endpoints.remote is None else [endpoints.remote])]
-        """First that of this host; once bound, with real ports."""
+        """The endpoint for this host first; once bound, with the real ports."""
         self._keys = endpoints.keys
         self.run_id = run_id
         self._wakeup = wakeup
@@ -83,14 +83,14 @@ class ActorSockets:
 
     @property
     def num_refused(self) -> int:
-        """Number of connections that were refused, for want of an authorised key."""
+        """Number of connections that were refused, since they had no authorised key."""
         return self._authenticator.refused if self._authenticator is not None else 0
 
     def wait(self, timeout_s: float) -> set[object]:
         """Wait for a message or the wake-up.
 
         Returns:
-            What is readable: sockets, for `receive`, and `wakeup`.
+            Those that can be read: sockets, for `receive`, and `wakeup`.
         """
         return {ready for ready, _ in self._poller.poll(math.ceil(1000 * timeout_s))}
 
@@ -113,7 +113,15 @@ class ActorSockets:
                 yield (index, frames[0]), frames[1:], key
 
     def send(self, address: Address, message: Message) -> None:
-        """Send a message to an address, see `send_frame`."""
+        """Send a message, as `send_frame` does.
+
+        Args:
+            address: of the actor.
+            message: to encode and send.
+
+        Raises:
+            WireError: it cannot be encoded, see `messages.encode`.
+        """
         self.send_frame(address, self.encode(message))
 
     def send_items(self, address: Address, kind: Callable[[tuple[Any, ...]], Message], items: Sequence[object]) -> None:
@@ -123,16 +131,28 @@ class ActorSockets:
             address: of the actor.
             kind: makes a message of at most MAX_ITEMS items.
             items: in order.
+
+        Raises:
+            WireError: a message cannot be encoded.
         """
         for first in range(0, len(items), MAX_ITEMS):
             self.send(address, kind(tuple(items[first : first + MAX_ITEMS])))
 
     def encode(self, message: Message) -> bytes:
-        """Encode a message once, for `send_frame` to many."""
+        """Encode a message once, to send it to several actors by `send_frame`.
+
+        Raises:
+            WireError: see `messages.encode`.
+        """
         return encode(message, self.run_id)
 
     def send_frame(self, address: Address, frame: bytes) -> None:
-        """Send a frame, made by `encode`, to an address. It is dropped where the actor is gone or does not read."""
+        """Send a frame. It is dropped if the actor has left or does not read.
+
+        Args:
+            address: of the actor.
+            frame: made by `encode`.
+        """
         # ROUTER drops it without an error; all important messages are sent again.
         self._sockets[address[0]].send_multipart([address[1], frame], zmq.NOBLOCK)
 
@@ -149,7 +169,7 @@ class ActorSockets:
         self._context.destroy(linger=0)
 
     def join(self) -> None:
-        """Wait until what was sent before `close` is delivered or dropped."""
+        """Wait until the messages that were sent before `close` are delivered or dropped."""
         self._context.term()
 
 

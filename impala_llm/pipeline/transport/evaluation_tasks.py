@@ -1,8 +1,8 @@
-"""Tasks of an evaluation inside of a run: which actor has which, and what has come back. No I/O, and no clock.
+"""Tasks of an evaluation inside of a run: the actor that has each task, and the results so far. No I/O, and no clock.
 
-Invariant: each task has one result at most, and only from an actor that has it now. A task is answered, given up after
-`MAX_ATTEMPTS`, or missing when the time of the evaluation is over: a result that never comes holds nothing up. Nothing
-here concerns tickets or trajectories.
+Invariant: each task has at most one result, and only from the actor that has the task at that time. A task ends with a
+result, after `MAX_ATTEMPTS`, or with the time of the evaluation: no evaluation waits for ever. Nothing here concerns
+tickets or trajectories.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Actor = TypeVar("Actor", bound=Hashable)
 MAX_ATTEMPTS = 5
 """Attempts at a task that failed, or whose actors were lost, after which it is given up."""
 RESEND_S = 5.0
-"""Seconds after which an actor is told again of tasks of which nothing has come back: a message may get lost."""
+"""Seconds after which the grant of an actor is sent again while its tasks have no result: a message may get lost."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Evaluation:
 
     Attributes:
         version: policy version that it was begun with; the weights of no result are older.
-        num_tasks: how many tasks were to be played.
-        results: those that came, in the order of the tasks.
+        num_tasks: number of tasks that were to be played.
+        results: those that arrived, in the order of the tasks.
         seconds: from the first task dealt to the end.
     """
 
@@ -79,7 +79,7 @@ class EvaluationTasks(Generic[Actor]):
             version: oldest policy version to play with.
             task_ids: at least one.
             temperature: of sampling; 0: greedy.
-            timeout_s: seconds from the first task dealt after which it ends with the results that came.
+            timeout_s: seconds from the first task dealt after which it ends with the results that have arrived.
 
         Raises:
             ValueError: another one is under way.
@@ -125,10 +125,18 @@ class EvaluationTasks(Generic[Actor]):
             return self._to_tell(wants, now)
 
     def answered(self, actor: Actor, result: EvaluationResult) -> bool:
-        """Note a result. Returns whether it was awaited from this actor; it has no effect otherwise."""
+        """Note a result of an evaluation task.
+
+        Args:
+            actor: that sent it.
+            result: of the task.
+
+        Returns:
+            Whether it was awaited from this actor; otherwise it has no effect.
+        """
         with self._lock:
             is_awaited = self._take_back(actor, result.evaluation_id, result.task_id)
-            # Weights only grow newer: a result that claims older ones is none.
+            # Actors never load an older version: a result of versions before the granted one is not valid.
             if is_awaited and result.first_version < self._grant.min_version:
                 self._failed(actor, result.task_id)
                 return False
@@ -137,7 +145,15 @@ class EvaluationTasks(Generic[Actor]):
             return is_awaited
 
     def failed(self, actor: Actor, failure: EvaluationFailed) -> bool:
-        """Note the failure of an actor's attempt, after which the task is dealt again. Returns as `answered` does."""
+        """Note the failure of an attempt, after which the task is dealt again.
+
+        Args:
+            actor: whose attempt failed.
+            failure: its report.
+
+        Returns:
+            Whether this actor had the task; otherwise the report has no effect.
+        """
         with self._lock:
             is_awaited = self._take_back(actor, failure.evaluation_id, failure.task_id)
             if is_awaited:
@@ -169,8 +185,8 @@ class EvaluationTasks(Generic[Actor]):
         return True
 
     def _failed(self, actor: Actor, task_id: int) -> None:
-        """Have a task dealt again that an actor has failed at."""
-        # Dealt to the same one, it is news, though what it was told last has it.
+        """Queue a task again after an actor failed at it."""
+        # If the same actor gets the task again, its grant equals the last one: forget that one, so that it is sent.
         self._told[actor] = None, self._told[actor][1]
         self._try_again(task_id)
 

@@ -61,7 +61,12 @@ _CLAIMED = np.array(
 
 
 def too_long(num_tokens: int, max_tokens: int) -> str:
-    """Reason for the refusal of a record whose `num_tokens` exceed `max_tokens`, the learner's `engine.max_length`."""
+    """Reason for the refusal of a record that is too long.
+
+    Args:
+        num_tokens: of the record.
+        max_tokens: the learner's `engine.max_length`.
+    """
     return f"it has {num_tokens} tokens, the learner's engine.max_length is {max_tokens}: give its actor the same"
 
 
@@ -70,9 +75,9 @@ class ReceiverError(RuntimeError):
 
 
 class Inbox:
-    """Trajectories on their way from the thread that receives to the one that trains.
+    """Queue of trajectories from the receiving thread to the training thread.
 
-    Each is taken out once, in the order of arrival. Once the receiver has died, nothing is taken out any more.
+    Each is taken out once, in the order of arrival. After the receiver has died, `drain` raises.
     """
 
     def __init__(self) -> None:
@@ -110,7 +115,7 @@ class Inbox:
 
 
 class IngestBroken(RuntimeError):
-    """The ledger and the trajectory store may disagree: only a process that recovers from both can go on."""
+    """The ledger and the trajectory store may disagree: only a process that recovers from both can continue."""
 
 
 @dataclass(slots=True)
@@ -289,7 +294,7 @@ class Ingest:
             row, start, known = chunk.rows[place].tolist(), int(starts[place]), facts[place].tolist()
             reason = self._explain(row, start, known)
             self._store.cancel(start, row[NUM_WORDS])
-            # One version is made at a time: nobody can have a later one.
+            # One version is made at a time: no actor can have a later one.
             if reason is None and known[NEWEST_VERSION] == version + 1:
                 early.append(place)
             else:

@@ -1,11 +1,11 @@
-"""Leader and followers: two threads take turns in leading, that is, in serving the same sockets.
+"""Leader/followers pattern (Schmidt et al., Pattern-Oriented Software Architecture 2, 2000) for two threads.
 
-The background thread was started for it. The visiting thread needs the results, and leads while it waits for them. So
-results are not handed from thread to thread while one waits for them: no switch between two threads that share one
-interpreter lock (Schmidt et al., Pattern-Oriented Software Architecture 2, 2000).
+Both threads can serve the same sockets. The one that serves is the leader, the other one is the follower. The service
+thread exists only to serve. The client thread uses the results, and becomes the leader while it waits for them: it then
+gets them without a switch between two threads that share one interpreter lock.
 
-Invariant: one of the two leads at any time, never both, and each sees all that the other did. The background thread
-takes the lead when the visiting one has stayed away for a moment, so that nothing waits for longer than that.
+Invariant: at any time one of the two leads, never both, and each sees the effects of the other's work. The service
+thread becomes the leader again when the client thread has not led for `_LINGER_S`, so that no work waits for longer.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import time
 from collections.abc import Callable
 
 _LINGER_S = 0.005
-"""Seconds that the background thread waits for a visiting thread that left: most come again at once."""
+"""Seconds that the service thread still follows after the client thread has led: mostly that leads again at once."""
 
 Serve = Callable[[float], None]
-"""Does all work there is. Waits for some up to so many seconds, or until `wakeup` can be read."""
+"""Does all work that is due. If there is none, waits for it for at most the given seconds, or until `wakeup` can be
+read."""
 
 
 class LeaderFollower:
-    """Lets two threads take turns: the background thread calls `run`, the visiting one `lead`.
+    """Makes one of two threads the leader: the service thread calls `run`, the client thread calls `lead`.
 
-    Any thread may `wake` the leader, and `stop` both.
+    Any thread may `wake` the leader, and `stop` both threads.
 
     Args:
         idle_s: longest wait of one call of `Serve`, in seconds.
@@ -40,54 +41,58 @@ class LeaderFollower:
         os.set_blocking(self._wakeup_sender, False)
         self._changed = threading.Condition()
         # Written with the condition held.
-        self._background_follows = False
-        self._visitor_leads = False
-        self._visitor_left_at = 0.0
+        self._service_follows = False
+        self._client_leads = False
+        self._client_led_until = 0.0
         self._is_urgent = False
         self._stopping = False
 
     def run(self, serve: Serve) -> None:
-        """Lead until `stop`, except while the visiting thread does. An error of serve stops both threads."""
+        """Lead until `stop`, except while the client thread leads. For the service thread.
+
+        Args:
+            serve: does the work. An error that it raises ends both threads.
+        """
         try:
             while not self._stopping:
                 serve(self._idle_s)
-                if self._visitor_leads:
+                if self._client_leads:
                     self._follow()
                     serve(0.0)  # `wake` has written nothing meanwhile
         finally:
             self.stop()
 
     def lead(self, serve: Serve, is_done: Callable[[], bool], timeout_s: float) -> None:
-        """Lead instead of the background thread, until `is_done`, `stop` or the end of the time.
+        """Lead instead of the service thread until `is_done`, `stop` or the timeout. For the client thread.
 
         Args:
-            serve: does the work.
-            is_done: returns whether the result that the visiting thread waits for is there.
+            serve: does the work. An error that it raises is raised here, and the service thread continues.
+            is_done: returns whether the result that the client thread waits for has arrived.
             timeout_s: seconds to lead at most.
         """
         deadline = time.monotonic() + timeout_s
         try:
             with self._changed:
-                self._visitor_leads = True
-                if not self._background_follows:
+                self._client_leads = True
+                if not self._service_follows:
                     self._send_wakeup()
-                    self._changed.wait_for(lambda: self._background_follows or self._stopping)
+                    self._changed.wait_for(lambda: self._service_follows or self._stopping)
             while not (self._stopping or is_done() or (left := deadline - time.monotonic()) <= 0):
                 serve(min(left, self._idle_s))
         finally:
             with self._changed:
-                self._visitor_leads = False
-                self._visitor_left_at = time.monotonic()
+                self._client_leads = False
+                self._client_led_until = time.monotonic()
 
     def wake(self, urgent: bool = False) -> None:
-        """Tell the leader that there is work of which no socket tells.
+        """Tell the leader that there is work that does not arrive by a socket.
 
         Args:
-            urgent: the background thread takes the lead at once, where nobody leads; otherwise within milliseconds.
+            urgent: if both threads follow, the service thread leads at once; otherwise within `_LINGER_S`.
         """
         if self._stopping:
             return
-        if self._visitor_leads or not self._background_follows:
+        if self._client_leads or not self._service_follows:
             self._send_wakeup()
         elif urgent:
             with self._changed:
@@ -118,13 +123,13 @@ class LeaderFollower:
 
     def _follow(self) -> None:
         with self._changed:
-            self._background_follows = True
+            self._service_follows = True
             self._changed.notify_all()
-            # The visitor does not notify when it leaves: mostly it is back at once, and that would wake this thread.
-            while not self._stopping and (self._visitor_leads or not self._is_due()):
+            # `lead` does not notify when it ends: mostly it is called again at once, and a wake-up would be in vain.
+            while not self._stopping and (self._client_leads or not self._is_due()):
                 self._changed.wait(_LINGER_S)
-            self._background_follows = False
+            self._service_follows = False
             self._is_urgent = False
 
     def _is_due(self) -> bool:
-        return self._is_urgent or time.monotonic() - self._visitor_left_at >= _LINGER_S
+        return self._is_urgent or time.monotonic() - self._client_led_until >= _LINGER_S

@@ -1,7 +1,7 @@
-"""An actor's connection to one learner rank: its socket, made anew while the learner is silent.
+"""An actor's connection to one learner rank. While the learner is silent the socket is replaced from time to time.
 
-Invariant: the learner's silence is counted in time in which this actor polled. A learner of another run is an error,
-never a partner.
+Invariant: only time in which this actor polled counts as silence of the learner. Messages of another run's learner are
+never handled: they raise LearnerLost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from impala_llm.pipeline.transport.messages import (
 
 _log = logging.getLogger(__name__)
 _PATIENCE_HEARTBEATS = 5
-"""Heartbeats without an answer after which the socket is made anew."""
+"""Heartbeats without an answer after which the socket is replaced."""
 _MAX_PATIENCE_S = 60.0
 _SILENT_HEARTBEATS = 10
 """Heartbeats without an answer after which the learner's silence is logged, once."""
@@ -110,7 +110,15 @@ class LearnerConnection:
             raise
 
     def send(self, message: Message, records: Iterable[memoryview] = ()) -> None:
-        """Send a message and the records that belong to it, or drop it where the learner does not read."""
+        """Send a message, or drop it if the learner does not read.
+
+        Args:
+            message: to send.
+            records: that belong to it, one frame each.
+
+        Raises:
+            WireError: it cannot be encoded, see `messages.encode`.
+        """
         try:
             frames: list[bytes | memoryview] = [encode(message, self._run_id), *records]
             if len(frames) == 1:
@@ -148,16 +156,16 @@ class LearnerConnection:
         return None
 
     def set_pause(self, wanted_s: float) -> None:
-        """Set the seconds between two heartbeats to what the learner wants, within this actor's own limits."""
+        """Set the seconds between two heartbeats to `wanted_s`, the learner's, within this actor's own limits."""
         # Several answers must come before the learner counts as silent.
         most_s = (self._times.learner_timeout_s or math.inf) / _PATIENCE_HEARTBEATS
         self.pause_s = max(self._times.heartbeat_s, min(wanted_s, most_s))
 
     def check(self) -> bool:
-        """Make the socket anew where the learner has been silent for some time, and log its silence once.
+        """Replace the socket if the learner has been silent for some time, and log its silence once.
 
         Returns:
-            Whether the socket is new: what was on its way may be lost.
+            Whether the socket is new: messages that were under way may be lost.
 
         Raises:
             LearnerLost: the silence has lasted for `learner_timeout_s`, or the run has ended.
@@ -237,7 +245,7 @@ class LearnerConnection:
         self._socket.close(linger=linger)
 
     def _note_refusal(self) -> None:
-        """Log once that the learner seems to refuse this actor's key: it is asked again, and may take it later."""
+        """Log once that the learner seems to refuse this actor's key. The actor keeps trying: the key may be added."""
         if self._keys is None or self._events is None or not sockets.ends_without_handshake(self._events):
             return
         self._is_refusal_logged = True

@@ -1,9 +1,9 @@
-"""Message loop of a receiver: handles what actors send, stores what they offer, grants tickets, announces versions.
+"""Message loop of a receiver: handles messages of actors, stores their records, grants tickets, announces versions.
 
 Invariant: a trajectory is acknowledged once it lies, valid, in the trajectory store. Malformed records, and records
 that do not match their ticket, are refused and counted. No message of a peer can end the receiver: an error in handling
-one ends that peer's session. What makes an actor count as connected or lost is in sessions.py, what makes a record
-valid in ingest.py.
+one ends that peer's session. The rules for connected and lost actors are in sessions.py, those for valid records in
+ingest.py.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _log = logging.getLogger(__name__)
 _RETRY_S = 0.1
 """Seconds between two attempts to store records that wait for room, where no space was freed."""
 _DEAL_S = 0.5
-"""Seconds between two times that evaluation tasks are dealt to actors that have come, from others that have left."""
+"""Seconds between two redistributions of evaluation tasks, from actors that have left to others."""
 _MAX_REASON = 1000
 _MAX_WAITING_BYTES = 256 << 20
-"""Size of the records of an actor on another host that wait here for room, beyond which no further ones are taken."""
+"""Bytes of records of an actor on another host that may wait here for room; beyond it no further ones are taken."""
 
 
 class MessageLoop:
@@ -148,7 +148,7 @@ class MessageLoop:
             if len(frames) > 1 and not isinstance(message, DescriptorBatch):
                 raise WireError(f"{type(message).__name__} has {len(frames)} frames: 1 is expected")
             if run_id_of(frames[0]) not in (UNKNOWN_RUN, self._actors.run_id):
-                self._send_home(address)
+                self._shut_down_foreign_actor(address)
                 return
             if isinstance(message, Hello):
                 self._handle_hello(address, message, key)
@@ -190,8 +190,8 @@ class MessageLoop:
         except Exception as error:
             self._end_broken(address, error)
 
-    def _at_the_risk_of(self, session: Session, action: Callable[[Session], None]) -> None:
-        """Call a function for a peer. An error ends only its session."""
+    def _isolated(self, session: Session, action: Callable[[Session], None]) -> None:
+        """Call `action` for a session. An error in it ends only this session."""
         try:
             action(session)
         except IngestBroken:
@@ -200,7 +200,7 @@ class MessageLoop:
             self._end_broken(session.address, error)
 
     def _end_broken(self, address: Address, error: Exception) -> None:
-        """End the session at an address after an error of our own. An actor that lives introduces itself again."""
+        """End the session at an address after an error of our own. A living actor introduces itself again."""
         self.totals["sessions_broken"] += 1
         _log.error("an error in dealing with the peer %r ends its session", address[1], exc_info=error)
         if (session := self._registry.by_address.get(address)) is not None:
@@ -215,7 +215,7 @@ class MessageLoop:
         if session is not None:
             self._send_version([session])
 
-    def _send_home(self, address: Address) -> None:
+    def _shut_down_foreign_actor(self, address: Address) -> None:
         """Shut down an actor of an earlier run of this name, whose tickets and records are invalid here."""
         text = f"{address[1][:_MAX_REASON]!r} belongs to another run, which has ended: start it again"
         self._warnings.log("an actor of another run was told to end", text)
@@ -233,7 +233,7 @@ class MessageLoop:
 
     def _handle_offer(self, session: Session, offer: DescriptorBatch, frames: list[bytes]) -> None:
         rows, travels = offer.array, session.offers.reader is None
-        # What is dropped here unseen is asked for after a reminder, once there is room.
+        # Records that are dropped for lack of room are requested after the actor's next reminder, once there is room.
         has_room = not travels or session.offers.num_bytes <= min(_MAX_WAITING_BYTES, self._store.capacity)
         settled: list[int] = []
         if travels and not frames:
@@ -268,7 +268,7 @@ class MessageLoop:
             self._waiting.pop(address, None)
             if session.has_ended:
                 continue
-            self._at_the_risk_of(session, self._take_in)
+            self._isolated(session, self._take_in)
             if not session.has_ended and (session.offers.queue or session.offers.early):
                 self._waiting[address] = session
 
@@ -290,7 +290,7 @@ class MessageLoop:
                     del refused[next(iter(refused))]
                 self._actors.send(session.address, Refused(sequence, reason))
             if not settled.acks and not settled.refusals:
-                return  # what is left must wait: for room, or for its version
+                return  # the other records must wait: for room, or for their version
 
     def _send_acks(self) -> None:
         for address, sequences in self._acks.items():
@@ -321,7 +321,7 @@ class MessageLoop:
         self._actors.send_items(session.address, Grant, tickets)
 
     def _deal_evaluation(self) -> None:
-        """Deal evaluation tasks. Actors are looked at where a result has come or an evaluation begun, else seldom."""
+        """Deal evaluation tasks: at once after a result or the start of an evaluation, else every `_DEAL_S`."""
         now = self._registry.clock.now
         if self._evaluation.has_changed or (self._evaluation.is_under_way and now >= self._next_deal):
             self._next_deal = now + _DEAL_S
@@ -334,7 +334,7 @@ class MessageLoop:
             return
         for action in (self._registry.check_life, self._expire):
             for session in list(self._registry.by_address.values()):
-                self._at_the_risk_of(session, action)
+                self._isolated(session, action)
 
     def _expire(self, session: Session) -> None:
         if late := self._registry.expire(session):

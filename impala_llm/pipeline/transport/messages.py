@@ -1,5 +1,7 @@
 """Messages between actors and learner ranks, as bytes.
 
+The types and their checks stand together in this one file, which is long for that reason.
+
 Invariant: `decode` returns a valid message or raises WireError, whatever the bytes.
 
 A message is a ZeroMQ frame: CRC-32 of the rest (4 bytes), run id (8 bytes, both little endian), then a msgpack array
@@ -27,7 +29,7 @@ that has not heard it yet: one on another host learns it from the learner's firs
     22    EvaluationFailed  actor    the attempt at an evaluation task failed
     23    EvaluationGrant   learner  the evaluation tasks that the actor has from now on
 
-Records: see record.py. The types and their checks stand together in this one file, which is long for that reason.
+Records: see record.py.
 """
 
 from __future__ import annotations
@@ -176,7 +178,7 @@ class Heartbeat:
 
     Attributes:
         held: tickets granted to this actor of which it has neither reported a failure nor received an acknowledgement;
-            the learner grants again what is missing here.
+            the learner grants tickets again that are missing here.
         stats: metrics by name.
         want: as in TicketRequest.
         first_sequence: as in Hello.

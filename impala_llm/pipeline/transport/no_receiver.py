@@ -8,7 +8,7 @@ from impala_llm.trajectory import Trajectory
 
 
 class NoReceiver:
-    """Answers what the learner asks of a `Receiver` in each update: nothing ever comes, nobody waits for anything."""
+    """Null object for `Receiver` in processes that receive nothing."""
 
     is_full = False
     counters_at_start: Mapping[str, float] = defaultdict(float)

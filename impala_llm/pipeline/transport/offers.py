@@ -1,7 +1,7 @@
-"""Records that an actor has offered and that were not answered yet. For one thread at a time.
+"""Records that an actor has offered and that have not been answered yet. For one thread at a time.
 
-Invariant: each sequence of an actor is queued once, however often and in whatever order it is offered; no memory is
-taken for what was seen, beyond the gaps: records that arrived before one with a smaller sequence.
+Invariant: each sequence number of an actor is queued once, however often and in whatever order it is offered. Sequence
+numbers that were seen take memory only while a smaller one is missing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from impala_llm.pipeline.shm.record_layout import NUM_WORDS
 from impala_llm.pipeline.shm.ring import ArenaReader
 
 _MANY, _MANY_WORDS = 512, 1 << 20
-"""Records, and words, from which on a chunk is processed without waiting for more: earlier acknowledgements let actors
-go on earlier."""
+"""Records, and words, at which a chunk is processed without joining more to it: actors can continue earlier when
+acknowledgements arrive earlier."""
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ class Offers:
         return {sequence for chunk in self._unsettled() for sequence in chunk.rows[:, 0].tolist()}
 
     def answered_below(self, sequence: int) -> None:
-        """Note that the actor has an answer to all below; those not seen here were answered by an earlier process."""
+        """Note that the actor has an answer to all records below `sequence`, some of them from an earlier process."""
         if sequence > self._seen_below:
             self._seen_below = sequence
             self._seen = {later for later in self._seen if later >= sequence}

@@ -4,7 +4,7 @@ Invariant: a trajectory is acknowledged once it lies, valid, in the trajectory s
 each is stored once. Those of a trained step stay stored until weights of that step, or of a later one, are on a board.
 
 One thread at a time serves the sockets and the sessions of actors: the receiver's own, or the learner's while it waits
-for trajectories (leader_follower.py); what it does is in message_loop.py. Both threads may use at any time the ledger
+for trajectories (leader_follower.py); its work is in message_loop.py. Both threads may use at any time the ledger
 and the inbox, each of which has a lock, and `TrajectoryStore.end`. Messages: see messages.py.
 """
 
@@ -88,7 +88,7 @@ class Receiver:
         self._inbox = Inbox()
         self._num_recovered = 0
         self.counters_at_start: dict[str, float] = {}
-        """Counters when it began to serve; what an earlier process left there was recovered and quarantined since."""
+        """Counters when it began to serve; `recovered` and `quarantined` are 0 here: those of the start count."""
         self._steps: dict[int, None] = {}
         """Trajectories of trained steps whose versions are on no board yet, by `unroll_id`. Used as an ordered set."""
         self._leadership = LeaderFollower(_POLL_S)
@@ -120,6 +120,7 @@ class Receiver:
         Raises:
             zmq.ZMQError: an endpoint is in use.
             ValueError: an endpoint needs keys.
+            RunDirectoryError, ArenaError: see `TicketLedger.recover`.
         """
         raise_limit()
         try:
@@ -192,9 +193,10 @@ class Receiver:
         """Note that the learner has made a version, and announce it to all actors where its weights are published.
 
         Args:
+            version: above the current one.
             published: it is on the board of engines.
-            kept: it is on the board of kept versions. A restarted learner goes on from either; until one holds, the
-                trajectories of its step stay stored, see `must_keep`.
+            kept: it is on the board of kept versions. A restarted learner continues from the newest version on either
+                board; until a version is on one, the trajectories of its step stay stored, see `must_keep`.
 
         Raises:
             ValueError: the version is not a new one.
@@ -272,8 +274,8 @@ class Receiver:
         return self._loop.is_full
 
     def rows(self, version: int) -> list[Row]:
-        """Rows of the tickets, see `TicketLedger.rows`. Take them before `held`: what arrives in between is then
-        among the trajectories that a later process finds, and the other way round it would be missing."""
+        """Rows of the tickets, see `TicketLedger.rows`. Call it before `held`: trajectories that arrive in between are
+        then among those that a later process finds. In the other order they would be missing."""
         return self._ledger.rows(version)
 
     def held(self) -> dict[int, Callable[[], memoryview]]:

@@ -1,7 +1,7 @@
 """Records that an actor has handed over and that the learner has not answered.
 
-Invariant: a record stays here, and in the arena, until it is settled. Meanwhile it is offered once at first and then
-reminded of, ever more rarely; a record that the arena has no room for waits, and later ones behind it.
+Invariant: a record stays here, and in the arena, until it is settled. It is offered once; then the learner is reminded
+of it at growing intervals. A record for which the arena has no room waits, and later ones wait behind it.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class RecordsInFlight:
         return self._offers(unsent, 0) if unsent else []
 
     def reminders(self) -> list[Offer]:
-        """Remind of the records whose answer is overdue: names without records."""
+        """Remind the learner of the records whose answer is overdue: descriptors without records."""
         now = self._monotonic()
         offers: list[Offer] = []
         for reminders, queue in enumerate(self._offered):
@@ -151,7 +151,7 @@ class RecordsInFlight:
         return offers
 
     def all_reminders(self) -> list[Offer]:
-        """Remind a learner of all records: names without records, of which it may lack some or all."""
+        """Remind a learner of all records, some of which it may lack: descriptors without records."""
         self._take_unsent()
         for queue in self._offered:
             queue.clear()

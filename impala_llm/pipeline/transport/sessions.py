@@ -1,7 +1,7 @@
-"""Session registry of a receiver: which actors are connected, and which of them count as lost.
+"""Session registry of a receiver: the connected actors, and the rules by which an actor counts as lost.
 
-Invariant: an actor id has one session at most, and belongs for good to the key that it first came with. When a session
-ends, the ledger has its tickets back. Nothing is sent here: what an actor must be told is returned, or raised.
+Invariant: an actor id has at most one session, and belongs for good to the key that it was first used with. When a
+session ends, the ledger has its tickets back. Nothing is sent here: messages to an actor are returned, or raised.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class SessionRegistry:
         self.totals: Counter[str] = Counter()
         """Counters: actors_lost, tickets_expired."""
         self._key_of: dict[str, str | None] = {}
-        """Name of the key that an actor's name first came with; None: from this host, which needs none."""
+        """Name of the key that an actor's name was first used with; None: an actor of this host, which needs none."""
         self._next_check = 0.0
         self._warnings = RateLimitedWarnings()
         self._lock = threading.Lock()
@@ -149,7 +149,7 @@ class SessionRegistry:
         identity = address[1]
         if identity != f"{hello.actor_id}#{hello.incarnation:016x}".encode():
             raise WireError(f"actor {hello.actor_id!r} speaks as {identity!r}: the two do not belong together")
-        # From here on the routing id stands for the key: half of it is a random number that only this actor knows.
+        # Later messages are matched by the routing id alone, which contains a random number that only this actor knows.
         if (owner := self._key_of.setdefault(hello.actor_id, key)) != key:
             first, now = (f"the key {name!r}" if name else "this host" for name in (owner, key))
             text = f"{hello.actor_id} belongs to {first} and came from {now}: give each actor an index of its own"
@@ -189,25 +189,41 @@ class SessionRegistry:
             raise ActorRefused(f"the learner cannot use the arena: {error}") from error
 
     def report(self, session: Session, stats: dict[str, float]) -> None:
-        """Replace the metrics of a session's actor by `stats`, by name."""
+        """Replace the metrics of an actor.
+
+        Args:
+            session: of the actor.
+            stats: metrics by name.
+        """
         with self._lock:
             self._actor_stats[session.actor_id] = stats
 
     def offer_engines(self, session: Session, engines: Engines) -> None:
-        """Replace the servers that a session's actor offers for weights by those of `engines`."""
+        """Replace the servers that an actor offers for weights.
+
+        Args:
+            session: of the actor.
+            engines: the servers that it offers now.
+        """
         with self._lock:
             self._engines[session.actor_id] = dict(zip(engines.openings, engines.urls, strict=True))
 
     def heartbeat_s(self) -> int:
-        """Seconds between two heartbeats that each actor is to be asked for; 0: as often as it likes."""
+        """Seconds between two heartbeats that each actor is asked for; 0: the actor's own interval."""
         return len(self.by_address) // self._limits.heartbeats_per_s
 
     def granted(self, session: Session, tickets: Iterable[Ticket]) -> None:
-        """Note that tickets are on their way to the actor of a session."""
+        """Note that tickets were sent to an actor.
+
+        Args:
+            session: of the actor.
+            tickets: that were sent.
+        """
         session.granted_at |= {ticket.ticket_id: self.clock.now for ticket in tickets}
 
     def lost_grants(self, session: Session, held: Iterable[int]) -> list[Ticket]:
-        """Find the tickets that an actor should have had for a while and does not list as held: grant them once more.
+        """Find the tickets that were granted to an actor some time ago and that it does not list as held: they are to
+        be granted once more.
 
         Args:
             session: of the actor.
@@ -238,7 +254,7 @@ class SessionRegistry:
             fix = "raise pipeline.actor_timeout_s where something computes as long in one piece"
             self.lose(session, f"silent for {silence:.1f} s; {fix}")
         elif session.is_dead():
-            # Given up at the second check: its last messages may still be on their way.
+            # Given up only at the second check: the last messages of the process may still be on their way.
             if session.seems_dead:
                 self.lose(session, "its process is dead")
             session.seems_dead = True
@@ -247,9 +263,9 @@ class SessionRegistry:
         """Take the tickets back that an actor has had for too long. Returns their ids, to be revoked."""
         now, timeout_s = self.clock.now, self._limits.ticket_timeout_s
         still_open = [ticket.ticket_id for ticket in self._ledger.open_tickets(session.actor_id)]
-        # Tickets that it brought along (`resumed`) count from their first check here.
+        # The time of tickets from an earlier session (`resumed`) counts from their first check here.
         session.granted_at = {ticket_id: session.granted_at.get(ticket_id, now) for ticket_id in still_open}
-        # Of a batch that is granted at once most tickets wait at the actor until it has played the others.
+        # When a whole batch is granted at once, most tickets wait at the actor until it has played the others.
         waited_until = session.brought_at if self._ledger.max_staleness == 0 else 0.0
         late = [i for i, granted_at in session.granted_at.items() if now - max(granted_at, waited_until) > timeout_s]
         if late:
@@ -260,7 +276,12 @@ class SessionRegistry:
         return late
 
     def lose(self, session: Session, reason: str) -> None:
-        """End the session of an actor that is lost; its tickets may be the cause. The log says the reason."""
+        """End the session of a lost actor. Its tickets may be the cause of the loss.
+
+        Args:
+            session: of the actor.
+            reason: for the log.
+        """
         num_open = len(self._ledger.open_tickets(session.actor_id))
         _log.warning("actor %s is lost (%s): %d tickets are granted again", session.actor_id, reason, num_open)
         self.totals["actors_lost"] += 1

@@ -1,7 +1,7 @@
 """Conversion of float32 to bfloat16 on the way into shared memory: rounded, summed and stored in one pass.
 
-Invariant: the bytes are those of `torch.Tensor.to(torch.bfloat16)`: rounded to the nearest, of two to the even one,
-with denormal numbers and infinities; what is not a number becomes 0xFFFF.
+Invariant: the bytes are those of `torch.Tensor.to(torch.bfloat16)`. Rounds to nearest, ties to even; keeps denormal
+numbers and infinities; NaN becomes 0xFFFF.
 """
 
 from __future__ import annotations
@@ -91,11 +91,13 @@ def _convert_line(typing: Any, target: Any, place: Any, source: Any, index: Any,
 
 
 def convert_bytes(target: np.ndarray, source: np.ndarray, first: int = 0) -> int:
-    """Write `source`, float32[n], as bfloat16 into `target`, uint8[2n], past the caches, in one pass.
+    """Convert float32 to bfloat16, past the caches, and compute the checksum in the same pass.
 
     Fastest where the target's address is a multiple of 8.
 
     Args:
+        target: uint8[2n].
+        source: float32[n].
         first: as for `copy_kernels.stream_bytes`, of the target.
 
     Returns:

@@ -1,7 +1,7 @@
 """Weight board: versions of the weights in shared memory, from the learner to all engines of its host.
 
-Invariant: a leased version is whole and does not change until the lease ends. The publisher writes only into slots that
-nobody leases, and makes a version the latest after its last byte. So a publisher may be killed at any moment: the
+Invariant: a leased version is whole and does not change until the lease ends. The publisher writes only into slots
+without a lease, and makes a version the latest after its last byte. So a publisher may be killed at any moment: the
 latest version stays readable, and the next publisher continues with the same slots.
 
 Weights are copied once in and, by a reader that wants its own, once out; checksums are computed in the same passes. The
@@ -90,7 +90,8 @@ class WeightPublisher:
         takeover_s: seconds to wait for another publisher that ends.
 
     Raises:
-        ValueError: num_slots is below 2, or a name in files is no plain file name.
+        ValueError: num_slots is below 2, or a name in files is not a plain file name.
+        WeightsError: there is no memory for the files.
     """
 
     def __init__(
@@ -124,8 +125,7 @@ class WeightPublisher:
                     write_atomically(path, content)
 
     def reserve(self, tensors: Mapping[str, TensorSource], extra_bytes: int = 0) -> float:
-        """Reserve memory for all slots, so that no version has to wait for it, nor fails where others fill the file
-        system.
+        """Reserve memory for all slots, so that later versions need not wait for it, nor fail on a full file system.
 
         Slots that are being read, or hold the latest version, are left for later; so is the removal of those that a
         publisher with more slots has left.
@@ -173,7 +173,7 @@ class WeightPublisher:
             timeout_s: seconds to wait while readers hold all other slots.
             extra: kept with the version, see `WeightLease.extra`.
             sharing: with processes that write their parts of the version by `contribute`.
-            num_threads: that write what lies in memory.
+            num_threads: threads that write tensors which are in memory.
 
         Returns:
             Seconds taken.
@@ -195,7 +195,7 @@ class WeightPublisher:
             try:
                 with self._writable_slot(latest, time.monotonic() + timeout_s) as slot:
                     slot.withdraw()
-                    with contextlib.suppress(OSError):  # what finds no room waits for it when it is written
+                    with contextlib.suppress(OSError):  # without room now, the writing itself waits for it
                         self._reserve_beside(layout, len(extra))
                     write_in_place(slot.extra, extra)
                     target = slot.writable(layout.num_bytes)
@@ -216,10 +216,14 @@ class WeightPublisher:
 
         Args:
             tensors: of the same names, dtypes and shapes as the publisher's.
+            sharing: with the publisher and the other processes.
             num_threads: as for `publish`.
 
         Returns:
-            Whether they are written: not where readers hold all slots.
+            Whether they were written; False if readers hold all slots.
+
+        Raises:
+            WeightsError: memory is short.
         """
         index = sharing.tell(_NO_SLOT)
         if index == _NO_SLOT:
@@ -235,7 +239,8 @@ class WeightPublisher:
             slot.reserve_beside(len(layout.places), extra_bytes)
 
     def _remove_surplus(self, latest: tuple[int, int] | None) -> None:
-        """Remove slots beyond this publisher's, which another one has left, but the latest version's and those read."""
+        """Remove slots that an earlier publisher with more of them has left, except the latest version's and slots that
+        are being read."""
         for index in _indices(self.directory):
             if index < len(self._slots) or (latest is not None and index == latest[0]):
                 continue
@@ -245,7 +250,7 @@ class WeightPublisher:
                     for path in self.directory.glob(f"slot-{index}.*"):
                         if path != slot.lock:  # a reader may be about to open it
                             path.unlink()
-                    shutil.rmtree(slot.directory)  # last: where it is left, this goes on
+                    shutil.rmtree(slot.directory)  # last: a later call finds the slot by it if this one is interrupted
 
     def _plan(self, tensors: Mapping[str, TensorSource]) -> Layout:
         described = {name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()}
@@ -268,7 +273,7 @@ class WeightPublisher:
 
     @contextlib.contextmanager
     def _writable_slot(self, latest: tuple[int, int] | None, deadline: float) -> Iterator[Slot]:
-        """Lock the slot of the oldest version that nobody reads, against readers."""
+        """Lock the slot of the oldest version that is not being read, against readers."""
         latest_slot, latest_version = (None, None) if latest is None else latest
 
         def age(slot: Slot) -> int:
@@ -359,7 +364,11 @@ class WeightLease:
                 raise damaged(str(self._slot.weights), self.version, name)
 
     def file_bytes(self) -> np.ndarray:
-        """Map the whole weights file, read-only uint8, without comparing checksums. Valid until the lease ends."""
+        """Map the whole weights file, read-only uint8, without comparing checksums. Valid until the lease ends.
+
+        Raises:
+            WeightsError: size or header of the file disagree with the manifest.
+        """
         return self._slot.mapped(self.manifest).data
 
 
@@ -375,7 +384,7 @@ class WeightReader:
         self._slots: dict[int, Slot] = {}
 
     def latest(self) -> int | None:
-        """Newest version on the board; None before the first."""
+        """Newest version on the board; None before the first. Raises WeightsError if the board is malformed."""
         latest = read_latest(self.directory)
         return None if latest is None else latest[1]
 
@@ -409,7 +418,7 @@ class WeightReader:
                         locked = stack.enter_context(flock(slot.lock, fcntl.LOCK_SH))
                     except OSError as error:
                         raise WeightsError(f"{slot.lock} cannot be locked: {error}") from error
-                    # Only under the lock does the slot keep what it holds.
+                    # The slot keeps its version only while it is locked.
                     manifest = slot.read_manifest() if locked else None
                     if manifest is not None and manifest.version == wanted:
                         yield WeightLease(slot, manifest)

@@ -94,7 +94,7 @@ class WeightRelay(RelayThread):
         self._files: dict[str, bytes] = {}
         self._warnings = RateLimitedWarnings()
         self._is_silent = False
-        """Whether the server was said not to answer, and has not answered since."""
+        """Whether the log has reported that the server does not answer, and it has not answered since."""
 
     def turn(self, timeout_s: float = math.inf) -> int | None:
         """Ask for the newest version, then fetch and publish it, or one that the server keeps, if it is new here.

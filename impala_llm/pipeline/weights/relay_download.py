@@ -1,7 +1,7 @@
 """Download of one version by a relay, in files that outlive the relay.
 
 Invariant: a chunk counts as received only after its bytes lie in the file and their checksum agreed; so a relay that
-opens the files after a kill goes on at the first missing chunk.
+opens the files after a kill continues at the first missing chunk.
 
     download           the weights, then the files beside them, end to end; its pages are used for the next version
     download.progress  32 bytes, a hash of contents and chunk size, then a byte for each chunk: 1 is received. It is
@@ -92,7 +92,16 @@ class Download:
         return list(self._missing.values())
 
     def put(self, chunk: ChunkPlace, data: bytes, checksum: int) -> bool:
-        """Store the data of a chunk. Returns False, and the chunk stays missing, where length or checksum disagree."""
+        """Store the data of a chunk.
+
+        Args:
+            chunk: that the data belong to.
+            data: bytes that were received.
+            checksum: that they must have, see `copy_kernels.bytes_checksum`.
+
+        Returns:
+            False, and the chunk stays missing, if length or checksum disagree.
+        """
         target = self._data[chunk.position : chunk.position + chunk.length]
         if len(data) != chunk.length or copy_kernels.stream_bytes(target, np.frombuffer(data, np.uint8)) != checksum:
             return False

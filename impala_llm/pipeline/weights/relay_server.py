@@ -1,12 +1,11 @@
 """Weight server: serves the learner's weight board to the relays of other hosts. The client is relay_client.py.
 
-Invariant: the chunks of a version are of that version only, since each is read under a lease. A relay that misbehaves,
-or asks for a version that is overwritten, costs an answer or a log line, never the server.
+Invariant: each chunk belongs to the version that was asked for, since it is read under a lease. Malformed requests, and
+requests for versions that were overwritten, get an error reply or a log line and do not end the server.
 
-The version that a relay fetches is leased for it while it asks for more chunks, so that a learner faster than the
-network does not overwrite it each time. As many versions are leased as the board has slots beyond two, which the
-publisher needs. A relay for which no further one can be leased gets one that is leased for another, if it is newer than
-its own.
+The version that a relay fetches stays leased while the relay asks for more chunks, so that a learner faster than the
+network does not overwrite it each time. The publisher needs two slots, so at most `num_slots - 2` versions are leased.
+If no more can be leased, a relay gets a version that is leased for another relay, if that is newer than its own.
 """
 
 from __future__ import annotations

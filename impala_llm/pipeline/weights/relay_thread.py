@@ -1,4 +1,4 @@
-"""Thread of an end of the relay: it works from `start` to `close`, and gives up what it holds by itself."""
+"""Base class of the relay's server and client: a thread that runs from `start` to `close` and closes its own socket."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RelayThread(ABC):
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, and give up all that it holds."""
+        """End the thread, which releases its socket and all else that it holds."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(_JOIN_S)
@@ -46,8 +46,8 @@ class RelayThread(ABC):
 
     @abstractmethod
     def _work(self) -> None:
-        """Work for a moment, so that the thread sees soon when it is to end."""
+        """Do one short piece of work: the thread checks between two calls whether it is to end."""
 
     @abstractmethod
     def _release(self) -> None:
-        """Close the socket and whatever else is held."""
+        """Close the socket, and release everything else that is held."""

@@ -20,8 +20,8 @@ from impala_llm.pipeline.weights.relay_messages import MAX_FRAME_BYTES
 from impala_llm.pipeline.weights.relay_server import WeightServer
 
 _QUEUE = 8
-"""Maximum of messages that wait for a peer, each of which may hold a chunk of weights: twice what a relay asks for at a
-time."""
+"""Maximum of messages that wait for a peer, each of which may hold a chunk of weights: twice as many as a relay asks
+for at a time."""
 
 
 @contextlib.contextmanager
@@ -30,6 +30,7 @@ def serve_weights(board: Path, endpoint: str, keys: LearnerKeys | None) -> Itera
 
     Args:
         board: directory of the board.
+        endpoint: to listen at, see `sockets.router`.
         keys: of the learner; None: clear text, on this host only.
 
     Raises:
@@ -57,6 +58,7 @@ def relay_weights(board: Path, endpoint: str, keys: ActorKeys | None) -> Iterato
 
     Args:
         board: directory of this host's board.
+        endpoint: of the learner's weight server.
         keys: of an actor; None: clear text, on this host only.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -56,7 +56,11 @@ class Layout:
 
 
 def plan(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Layout:
-    """Lay out tensors given as name -> (dtype, shape). LayoutError where a dtype is unknown or a name is reserved."""
+    """Lay out tensors, given as name -> (dtype, shape), in a file.
+
+    Raises:
+        LayoutError: a dtype is unknown, a name is reserved, or a size is negative.
+    """
     for name, (dtype, shape) in tensors.items():
         if dtype not in ITEM_SIZES:
             raise LayoutError(f"tensor {name!r} has dtype {dtype!r}: use one of {', '.join(ITEM_SIZES)}")

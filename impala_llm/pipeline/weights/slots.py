@@ -1,15 +1,15 @@
 """Files of a weight board, shared by publisher, readers and relay: pointer, manifests, locks, mapped weights.
 
-Invariant: the contents of a file are checked before use: a malformed manifest, or weights that are shorter than it
-says, give a WeightsError that names the file.
+Invariant: the contents of a file are checked before use. A malformed manifest, or a weights file of another size than
+its manifest states, raises a WeightsError that names the file.
 
-    latest         names the slot and the version of the newest one; replaced by an atomic rename. A symbolic link that
-                   leads nowhere, slot-<k>/<version>: a short one needs none of a full file system's memory
+    latest         symbolic link to slot-<k>/<version>, which names the newest version; replaced by an atomic rename.
+                   The target does not exist: a short link takes no memory, and can be written on a full file system
     slot-<k>/      a Hugging Face directory: model.safetensors, and the files given to the publisher
     slot-<k>.json  the manifest of the slot, JSON; named slot-<k>.json.new while the slot is written
     slot-<k>.extra bytes beside a version that readers of weights do not need, such as the value head
-    slot-<k>.lock  flock: shared by the readers of the slot, exclusive for the publisher; the kernel frees it with
-    its holder. It alone is left of a slot that a publisher with fewer of them removes
+    slot-<k>.lock  flock: shared by the readers of the slot, exclusive for the publisher; the kernel releases it when
+                   its holder ends. It stays when a publisher with fewer slots removes the others' files
     publisher.lock flock: exclusive while a publisher writes
 """
 
@@ -150,7 +150,11 @@ class MappedWeights:
 
 
 def damaged(source: str, version: int, tensor: str) -> WeightsError:
-    """Make the error for a tensor of file `source` whose checksum is not the published one of `version`."""
+    """Make the error for a tensor whose checksum is not the published one.
+
+    Args:
+        source, version, tensor: name of the file, version that it holds, name of the tensor.
+    """
     return WeightsError(
         f"{source} was changed after version {version} was published: the checksum of tensor {tensor!r} differs"
     )
@@ -202,7 +206,7 @@ class Slot:
             os.replace(self.manifest, _next_of(self.manifest))
 
     def reserve_beside(self, num_tensors: int, extra_bytes: int) -> None:
-        """Reserve memory for what is written beside the weights, unless the slot has it already.
+        """Reserve memory for the files that are written beside the weights, unless the slot has it already.
 
         Args:
             num_tensors: of a version.
@@ -315,9 +319,11 @@ def write_version(
     sharing: SharedWriting | None = None,
     num_threads: int = 1,
 ) -> Manifest:
-    """Write a version into `target`, uint8[layout.num_bytes], in one pass over the tensors. Returns its manifest.
+    """Write a version in one pass over the tensors. Returns its manifest.
 
     Args:
+        layout, target: layout of the file, and uint8[layout.num_bytes] to write.
+        tensors, version: see `WeightPublisher.publish`.
         sharing: where other processes write parts of it, by `write_tensors`.
         num_threads: see `write_tensors`.
     """
@@ -352,9 +358,10 @@ def holders(locks: Sequence[Path]) -> list[str]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace the file at `path` by one of this content: a process that opens it sees the old one or the new one.
+    """Replace a file: other processes see its old content or the new one. Waits for room as `write_in_place` does.
 
-    Waits as `write_in_place` does, unless memory is reserved for the new one.
+    Args:
+        path, content: as for `write_in_place`.
 
     Raises:
         WeightsError: there is no room in time.
@@ -364,7 +371,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def write_in_place(path: Path, content: bytes) -> None:
-    """Write a file that nobody reads meanwhile.
+    """Write a file that no process reads meanwhile.
 
     Waits for room, at most a minute, where others have filled the file system and the file was shorter before.
 
@@ -399,8 +406,7 @@ def write_latest(board: Path, slot: int, version: int) -> None:
     """Make the version in a slot the latest one.
 
     Args:
-        board: directory of the board.
-        slot: index of the slot.
+        board, slot: directory of the board, and index of the slot.
         version: that the slot holds.
 
     Raises:

@@ -15,7 +15,7 @@ from impala_llm.pipeline.weights.safetensors_layout import Layout
 
 UINT64 = 2**64
 NO_SUM = -1
-"""Sum that stands for a part whose checksum has to be computed with the others'."""
+"""Sum of a part that does not begin and end between words: the checksum is computed when all parts are written."""
 
 TensorBytes = tuple[str, tuple[int, ...], np.ndarray]
 """(dtype by its safetensors name, shape, uint8[number of bytes])."""
@@ -28,7 +28,7 @@ class TensorPart:
     Attributes:
         start: place of its first byte in the tensor.
         num_bytes: of the part.
-        pieces: an array, or what makes arrays in order, each but the last of a multiple of 8 bytes of the tensor.
+        pieces: an array, or a function that yields arrays in order, all but the last with a multiple of 8 bytes.
             Either its bytes, as uint8, or, of a tensor in BF16, numbers in float32, which are rounded on the way.
     """
 
@@ -44,27 +44,30 @@ computed on the way."""
 
 
 class SharedWriting(Protocol):
-    """Communication of processes that write a version together, each its parts. All of them call each method."""
+    """Communication between processes that write a version together, each its parts. All of them call each method."""
 
     def tell(self, number: int) -> int:
-        """Return the number that the board's publisher has called this with."""
+        """Broadcast the publisher's number: returns on every process the `number` that the publisher passed."""
         ...
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers, in [-1, 2^64), of all processes. Returns when all have called it."""
+        """Gather the numbers, in [-1, 2^64), of all processes: a list for each. Returns when all have called it."""
         ...
 
 
 def write_tensors(
     layout: Layout, target: np.ndarray, tensors: Mapping[str, TensorSource], num_threads: int = 1
 ) -> list[int]:
-    """Write tensors, or this process's parts of them, into `target`, uint8[layout.num_bytes].
+    """Write tensors, or this process's parts of them, into a file in memory.
 
     Args:
-        num_threads: that write what lies in memory. What is made on the way is made in the caller's thread.
+        layout: of the file.
+        target: uint8[layout.num_bytes].
+        tensors: by name, those of the layout.
+        num_threads: threads that write tensors which are in memory. Those made by functions use the caller's thread.
 
     Returns:
-        For each tensor, in the order of the file, what this process adds to its checksum; -1 where that must be
+        For each tensor, in the order of the file, this process's part of its checksum; -1 where that must be
         computed when all parts are there, as a part does not begin and end between words.
     """
     sums: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What a server leaves behind where it, or its guard, is killed. Orderly ends: tests/system/test_sglang_server.py."""
+"""Remains of a server that is killed, or whose guard is killed. Orderly ends: tests/system/test_sglang_server.py."""
 
 import asyncio
 import json

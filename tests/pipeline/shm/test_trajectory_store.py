@@ -243,8 +243,9 @@ def test_nothing_to_commit_or_end_is_no_matter(path: Path) -> None:
 
 @cache
 def known(ticket_id: int) -> tuple[bytes, bytes, int]:
-    """Of the trajectory that `make` gives for this ticket: its block, its tokens, and the bytes that its record takes.
-    Made once: the test below compares all that it views with them after each of its actions."""
+    """Return block, tokens and record size in bytes of the trajectory that `make` returns for this ticket.
+
+    Cached: the test below compares all its views with them after each action."""
     trajectory = make(ticket_id)
     return trajectory.block.tobytes(), trajectory.tokens.tobytes(), -(-len(words_of(trajectory)) // 8) * 64
 

@@ -14,7 +14,7 @@ from impala_llm.pipeline.transport.leader_follower import LeaderFollower
 
 
 class Desk:
-    """Work is put on it by anybody; whoever serves notes what it took and by which thread."""
+    """Queue of work that any thread may fill; the thread that serves notes which work it took."""
 
     def __init__(self, idle_s: float = 60.0) -> None:
         self.threads = LeaderFollower(idle_s)
@@ -23,8 +23,8 @@ class Desk:
         self.num_inside = self.most_inside = 0
         self.on_wakeup: Callable[[], None] | None = None
         self.faults: dict[str, BaseException] = {}
-        self.background = threading.Thread(target=self._work, name="background")
-        self.background.start()
+        self.service = threading.Thread(target=self._work, name="service")
+        self.service.start()
 
     def _work(self) -> None:
         with contextlib.suppress(ZeroDivisionError):
@@ -60,8 +60,8 @@ class Desk:
 
     def close(self) -> None:
         self.threads.stop()
-        self.background.join(20)
-        assert not self.background.is_alive()
+        self.service.join(20)
+        assert not self.service.is_alive()
         self.threads.close()
 
 
@@ -72,17 +72,17 @@ def desk() -> Iterator[Desk]:
     desk.close()
 
 
-def test_without_a_visitor_the_background_thread_serves(desk: Desk) -> None:
+def test_without_a_client_the_service_thread_serves(desk: Desk) -> None:
     for number in range(3):
         desk.ask(number)
         desk.wait_for(number + 1)
-    assert desk.taken == [(0, "background"), (1, "background"), (2, "background")]
+    assert desk.taken == [(0, "service"), (1, "service"), (2, "service")]
 
 
-def test_a_visitor_serves_until_it_has_what_it_waits_for(desk: Desk) -> None:
+def test_a_client_serves_until_it_has_what_it_waits_for(desk: Desk) -> None:
     clerk = threading.Timer(0.05, desk.ask, (7,))
     clerk.start()
-    # The background thread followed already when this woke the leader.
+    # The service thread followed already when this woke the leader.
     desk.threads.lead(desk.serve, lambda: desk.has(1), timeout_s=20)
     clerk.join()
     assert desk.taken == [(7, "MainThread")]
@@ -90,20 +90,20 @@ def test_a_visitor_serves_until_it_has_what_it_waits_for(desk: Desk) -> None:
     assert desk.most_inside == 1
 
 
-def test_a_visitor_waits_no_longer_than_it_said(desk: Desk) -> None:
+def test_a_client_waits_no_longer_than_it_said(desk: Desk) -> None:
     waits: list[float] = []
     desk.threads.lead(waits.append, lambda: len(waits) == 3, timeout_s=20)
-    assert 20 >= waits[0] >= waits[1] >= waits[2] > 0, "less than the 60 s of a thread that nobody waits for"
+    assert 20 >= waits[0] >= waits[1] >= waits[2] > 0, "less than the 60 s of a idle service thread"
     desk.threads.lead(desk.serve, lambda: False, timeout_s=0.05)  # comes back, though there is nothing to serve
 
 
 @pytest.mark.parametrize("urgent", [False, True])
-def test_the_background_thread_comes_back_when_the_visitor_stays_away(desk: Desk, urgent: bool) -> None:
+def test_the_service_thread_comes_back_when_the_client_stays_away(desk: Desk, urgent: bool) -> None:
     for number in range(20):
         desk.threads.lead(desk.serve, lambda: True, timeout_s=20)
         desk.ask(number, urgent)
         desk.wait_for(number + 1)
-    assert desk.taken == [(number, "background") for number in range(20)]
+    assert desk.taken == [(number, "service") for number in range(20)]
 
 
 def test_many_changes_of_the_leader_lose_nothing_and_never_overlap(desk: Desk) -> None:
@@ -114,13 +114,13 @@ def test_many_changes_of_the_leader_lose_nothing_and_never_overlap(desk: Desk) -
         wanted = len(desk.taken) + 1
         desk.threads.lead(desk.serve, lambda wanted=wanted: desk.has(wanted), timeout_s=0.02)
         if len(desk.taken) % 5 == 0:
-            time.sleep(0.006)  # the background thread's turn
+            time.sleep(0.006)  # the service thread's turn
     clerk.join()
     assert [number for number, _ in desk.taken] == list(range(count))
     assert desk.most_inside == 1
 
 
-def test_an_error_of_a_leading_visitor_is_the_visitors_and_the_background_thread_goes_on(desk: Desk) -> None:
+def test_an_error_of_a_leading_client_is_the_clients_and_the_service_thread_continues(desk: Desk) -> None:
     desk.faults["MainThread"] = KeyboardInterrupt()
     clerk = threading.Timer(0.05, desk.threads.wake)
     clerk.start()
@@ -131,12 +131,12 @@ def test_an_error_of_a_leading_visitor_is_the_visitors_and_the_background_thread
     desk.wait_for(1)
 
 
-def test_a_visitor_that_is_interrupted_before_it_leads_leaves_the_background_thread_free(desk: Desk) -> None:
+def test_a_client_that_is_interrupted_before_it_leads_leaves_the_service_thread_free(desk: Desk) -> None:
     main, interrupted = threading.main_thread().ident, threading.Event()
     assert main is not None
 
     def interrupt() -> None:
-        """While the visitor waits for the lead, which the background thread has."""
+        """While the client thread waits for the lead, which the service thread has."""
         signal.pthread_kill(main, signal.SIGINT)
         assert interrupted.wait(20)
 
@@ -148,11 +148,11 @@ def test_a_visitor_that_is_interrupted_before_it_leads_leaves_the_background_thr
     desk.wait_for(1)
 
 
-def test_an_error_of_the_background_thread_keeps_no_visitor_waiting(desk: Desk) -> None:
-    desk.faults["background"] = ZeroDivisionError()
+def test_an_error_of_the_service_thread_keeps_no_client_waiting(desk: Desk) -> None:
+    desk.faults["service"] = ZeroDivisionError()
     desk.threads.lead(desk.serve, lambda: False, timeout_s=20)
-    desk.background.join(20)
-    assert not desk.background.is_alive()
+    desk.service.join(20)
+    assert not desk.service.is_alive()
 
 
 def test_stop_ends_both_threads_waits(desk: Desk) -> None:
@@ -160,7 +160,7 @@ def test_stop_ends_both_threads_waits(desk: Desk) -> None:
     stopper.start()
     desk.threads.lead(desk.serve, lambda: False, timeout_s=20)
     stopper.join()
-    desk.background.join(20)
-    assert not desk.background.is_alive()
-    desk.threads.lead(desk.serve, lambda: False, timeout_s=20)  # the background thread has ended: at once
+    desk.service.join(20)
+    assert not desk.service.is_alive()
+    desk.threads.lead(desk.serve, lambda: False, timeout_s=20)  # the service thread has ended: at once
     desk.threads.wake(urgent=True)

@@ -1,6 +1,6 @@
-"""The judge of the chaos test: reads the logs of all processes and says what must not have been.
+"""Checker of the chaos test: reads the logs of all processes and reports violations.
 
-What is what:
+Definitions:
 - A step of a rank is committed when its version is on the board. Of several attempts at a step, the last one counts.
 - A ticket's end is written down after it has happened, and the intent before: an intent alone, of a process that was
   killed between the two, may have been an end.
