@@ -37,7 +37,7 @@ from impala_llm.pipeline.shm.actor_claims import claimed_indices
 from impala_llm.pipeline.shm.run_directory import RunDirectory, RunDirectoryError
 from impala_llm.pipeline.weights.remote import relay_weights
 from impala_llm.settings import PACKAGE, Config
-from impala_llm.supervised import ALLOCATOR, HUGE_PAGES, SUPERVISED, signal_name
+from impala_llm.supervised import ALLOCATOR, HUGE_PAGES, LOST_OWNER, SUPERVISED, signal_name
 
 POLL_S = 0.1
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -158,7 +158,7 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
 
 def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int]) -> int:
     """See `supervise`. indices: of the actors."""
-    wait_for_owner(Path(config.run.dir), say, RUN_FIX)
+    lost = wait_for_owner(Path(config.run.dir), say, RUN_FIX)
     start = how_to_start(config)  # before config.yaml changes, with which it is compared
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
     keep_settings(config)
@@ -170,6 +170,8 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
         say(f"the run in {config.run.dir} goes on; its newest checkpoint is {newest.path.name}")
     children = plan(config, overrides, indices)
     learner, actors = children[0], children[1:]
+    if lost is not None:
+        learner.environment[LOST_OWNER] = lost
     say(f"starting a learner and {len(actors)} actor{'s' * (len(actors) != 1)}; logs are in {config.run.dir}/logs")
     if not actors:
         say(f"start actors with {how_to_join(config)}")

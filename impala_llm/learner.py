@@ -113,11 +113,12 @@ class Learner:
     def __init__(self, config: Config, ranks: Ranks, stack: ExitStack, start: Start, stops: StopSignals) -> None:
         self.config, self.ranks, self.stops = config, ranks, stops
         self.run_folder = Path(config.run.dir)
-        self.owner = stack.enter_context(FolderOwner(self.run_folder, ranks.is_main))
+        self.owner = FolderOwner(self.run_folder, ranks.is_main, start.lost_owner)
         self.files = policy_files(resolve_policy(config))
         place = ranks.process, ranks.world_size, ranks.barrier
         self.endpoint = stack.enter_context(LearnerEndpoint(config, *place, self.files, start.take_over, start.run_id))
         self.owner.on_taken = self.endpoint.run_dir.release  # where another has gone on, what lies here is stale
+        stack.enter_context(self.owner)
         self.checkpointer = Checkpointer(
             self.run_folder, config.learner.checkpoints_kept, ranks.process, ranks.world_size, ranks.num_processes
         )

@@ -5,7 +5,7 @@ Invariant: nothing is changed; whoever asks acts on the answer before anybody el
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from impala_llm.pipeline.shm.run_directory import (
     shared_memory,
 )
 from impala_llm.settings import Config, holds_run, leaves, model_directory, written
-from impala_llm.supervised import SUPERVISED
+from impala_llm.supervised import LOST_OWNER, SUPERVISED
 
 _MUST_AGREE = (
     *("model.path", "model.scratch.", "model.value_hidden_size", "model.lora", "env."),
@@ -55,6 +55,8 @@ class Start:
     """Number of the run whose checkpoint it goes on from; None: it is a new run."""
     notes: tuple[str, ...] = ()
     """Sentences for the user, which the caller prints."""
+    lost_owner: str | None = None
+    """For `FolderOwner`."""
 
 
 def how_to_start(config: Config) -> Start:
@@ -128,18 +130,19 @@ def can_go_on(config: Config) -> bool:
 
 
 def check_folder(config: Config) -> Start:
-    """How a learner that was started by hand begins.
+    """Decide on the start of a learner, before anything in its folder changes; a supervisor has decided already.
 
-    Raises ConfigError where it would mix two runs, and RunDirectoryError where another learner of this run is alive:
-    before anything in its folder changes.
+    Raises:
+        ConfigError: two runs would be mixed, or a learner has the folder.
+        RunDirectoryError: another learner of this run is alive.
     """
     if SUPERVISED in os.environ or os.environ.get("RANK", "0") != "0":
-        return Start()
-    wait_for_owner(Path(config.run.dir), lambda text: print(f"learner: {text}", flush=True), RUN_FIX)
+        return Start(lost_owner=os.environ.get(LOST_OWNER))
+    lost = wait_for_owner(Path(config.run.dir), lambda text: print(f"learner: {text}", flush=True), RUN_FIX)
     start = how_to_start(config)
     for note in start.notes:
         print(f"learner: {note}", flush=True)
-    return start
+    return replace(start, lost_owner=lost)
 
 
 def _without_folder(config: Config, is_left: bool) -> Start:
