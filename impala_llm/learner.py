@@ -68,11 +68,9 @@ from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 from impala_llm.pipeline.tickets.curriculum import Curriculum
 from impala_llm.settings import Config
 from impala_llm.stop_signals import Stopped, StopSignals
-from impala_llm.supervised import SUPERVISED, end_with_supervisor, keep_exit_codes, tell
+from impala_llm.supervised import NOT_SAVED, SUPERVISED, end_with_supervisor, keep_exit_codes, say, tell
 from impala_llm.trainer import Trainer
 
-NOT_SAVED = 4
-"""Exit code: training is over, and its policy could not be saved."""
 SAYS_WHAT_TO_DO = (ArenaError, CheckpointError, ConfigError, KeyFileError, MetricError, OutOfMemory, RunDirectoryError)
 """Errors that will come again, and whose message is all that the user needs."""
 
@@ -82,6 +80,11 @@ def learn(config: Config, ranks: Ranks, start: Start, stops: StopSignals) -> boo
     torch.manual_seed(config.run.seed)
     with ExitStack() as stack:
         learner = Learner(config, ranks, stack, start, stops)
+        if ranks.is_main:  # only now: those of a run that goes on are compared with the ones that it has trained with
+            try:
+                keep_settings(config)
+            except ConfigError as error:  # as on a full disk: the ones before stay
+                say(f"learner: {error}")
         while learner.progress < 1.0 and learner.step():
             pass
         if not learner.is_told_to_stop:
@@ -406,8 +409,6 @@ def main(argv: Sequence[str]) -> int:
         config = load(argv)
         check_ranks(config)
         start = check_folder(config)
-        if SUPERVISED not in os.environ and os.environ.get("RANK", "0") == "0":
-            keep_settings(config)
     except (ConfigError, RunDirectoryError) as error:
         print(f"learner: {error}", file=sys.stderr)
         return 2
