@@ -86,7 +86,7 @@ class InRunEvaluation:
         Args:
             update: of the run, that made the version.
             elapsed_s: seconds of training so far.
-            at_the_end: it is due unless this version was the last one to be evaluated.
+            at_the_end: it is due unless this version was the last one whose evaluation has ended.
 
         Returns:
             Whether it was begun: the policy must then be saved as the candidate.

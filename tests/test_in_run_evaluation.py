@@ -47,6 +47,8 @@ def test_it_is_due_at_the_start_and_then_after_so_many_updates() -> None:
     assert [update for update in range(25) if due.is_due(update, 1e9)] == list(range(10, 25))
     due.begun(12, 0.0)  # one was under way at 10
     assert not due.is_due(21, 0.0) and due.is_due(22, 0.0)
+    assert due.is_new(12)
+    due.observe(evaluation([0.5], 12), 14, 14)
     assert due.is_new(13) and not due.is_new(12)
 
 
@@ -308,6 +310,28 @@ def test_a_learner_that_goes_on_keeps_the_best_of_the_one_before_unless_it_finds
         assert kept(tmp_path)[0] == best
 
 
+@pytest.mark.parametrize("content", ["[]", "null", '{"evaluation/version": null, "evaluation/score": null}'])
+def test_figures_of_the_best_policy_that_are_damaged_end_no_learner(tmp_path: Path, content: str) -> None:
+    (tmp_path / "policy-best").mkdir()
+    (tmp_path / "policy-best" / "evaluation.json").write_text(content)
+    inside, _ = make(tmp_path, version=20)
+    assert inside.schedule.best is None
+
+
+def test_the_last_evaluation_is_begun_again_by_a_learner_that_goes_on_amid_it(tmp_path: Path) -> None:
+    inside, receiver = make(tmp_path, version=99)
+    receiver.published = 100
+    assert inside.begin(100, 100, 0.0, at_the_end=True)
+    later, receiver = make(tmp_path, version=100)
+    later.load_state_dict(json.loads(json.dumps(inside.state_dict())))
+    assert later.begin(100, 100, 0.0, at_the_end=True)
+    receiver.ended = evaluation([0.5] * 4, 100)
+    later.collect(100, 100)
+    last, _ = make(tmp_path, version=100)
+    last.load_state_dict(json.loads(json.dumps(later.state_dict())))
+    assert not last.begin(100, 100, 0.0, at_the_end=True)
+
+
 def test_a_saved_state_does_not_forget_a_better_policy_that_was_kept_since(tmp_path: Path) -> None:
     inside, receiver = make(tmp_path, patience=2)
     states = []
@@ -510,7 +534,7 @@ def test_an_actor_that_is_started_again_plays_on(tmp_path: Path, monkeypatch: py
     def then(now: float) -> None:
         receiver.num_actors = int(now > 5)
         if now > 30:
-            receiver.ended = evaluation([0.5] * 4, receiver.published)
+            receiver.ended = evaluation([0.5] * 4, receiver.published if len(receiver.begun) == 2 else 0)
 
     Clock(monkeypatch, then)
     receiver.published = 7
