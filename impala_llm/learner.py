@@ -106,8 +106,6 @@ class Learner:
     """Whether all ranks have agreed to end after the same update."""
     is_told_to_stop = False
     """Whether they have because one of them was told to."""
-    ended_by_patience = 0
-    """`evaluation.patience`, once it has ended the run."""
     is_writing = False
     """Whether a policy is being written."""
     is_saved = True
@@ -171,7 +169,7 @@ class Learner:
         """Whether the next update ends with a checkpoint."""
         stack.push(self.save_what_was_learned)
         if self.evaluations.turn(self.version, self.update, self.time.elapsed_s):  # they have ended the run before
-            self.progress, self.ended_by_patience = 1.0, config.evaluation.patience or 0
+            self.progress = 1.0
 
     def step(self) -> bool:
         """Take a batch, train on it, publish the next version, log. Returns whether there was a batch."""
@@ -217,7 +215,7 @@ class Learner:
             self.progress, due = self.ranks.sum([share, due])
             self.saves_next = due > 0
             if self.evaluations.turn(self.version, self.update, elapsed_s):
-                self.progress, self.ended_by_patience = 1.0, self.config.evaluation.patience or 0
+                self.progress = 1.0
             if self.ranks.leads:
                 self.meters.observe(self.batches, batch, self.version)
             save_every = self.config.learner.save_every
@@ -240,7 +238,8 @@ class Learner:
 
     def moment(self) -> Moment:
         """The last update that is over."""
-        return Moment(self.update, self.version, self.time.elapsed_s, self.ended_by_patience)
+        patience = self.config.evaluation.patience if self.evaluations.is_over else None
+        return Moment(self.update, self.version, self.time.elapsed_s, patience or 0)
 
     # --- the start
 

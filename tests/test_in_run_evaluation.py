@@ -17,9 +17,10 @@ from impala_llm.config import ConfigError, load
 from impala_llm.evaluation_schedule import EvaluationSchedule
 from impala_llm.gateway.tasks import suite_of
 from impala_llm.in_run_evaluation import EvaluationRounds, InRunEvaluation
+from impala_llm.kept_settings import keep_settings
 from impala_llm.learner import Learner
 from impala_llm.learning.parallel import Ranks
-from impala_llm.learning.resume import Start
+from impala_llm.learning.resume import Start, how_to_start
 from impala_llm.observability.intervals import score_interval, wilson_interval
 from impala_llm.observability.metrics import METRICS, MetricLog
 from impala_llm.pipeline.transport.evaluation_tasks import Evaluation
@@ -428,9 +429,9 @@ def test_patience_ends_the_run_and_begins_nothing_more(tmp_path: Path, capsys: p
 
 
 def test_a_learner_of_a_run_that_patience_has_ended_trains_no_further(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As after a policy that could not be saved: the same command saves it."""
+    """As after a policy that could not be saved, or with less patience: it says why, and the next start is refused."""
     words = ["experiment=toy", "evaluation.every_updates=3", f"run.dir={tmp_path}", "run.terminal=false"]
     words.append(f"run.name=test-{uuid.uuid4().hex[:12]}")
     state = {"last": [3, 1.0], "best": [0, 0.5, 0], "without_gain": 2}
@@ -440,11 +441,31 @@ def test_a_learner_of_a_run_that_patience_has_ended_trains_no_further(
         learner.update = learner.version = 4
     for patience, share in ((2, 1.0), (3, 4 / 100)):
         config = load([*words, f"evaluation.patience={patience}", "learner.total_updates=100"])
+        keep_settings(config)
         with ExitStack() as stack:
             learner = Learner(
                 config, Ranks("cpu"), stack, Start(run_id=learner.endpoint.run_dir.run_id), Mock(number=0)
             )
             assert (learner.progress, learner.moment().patience) == (share, 2 if share == 1 else 0)
+        assert ("learner: the run ends early, by evaluation.patience=2" in capsys.readouterr().out) == (share == 1)
+        if share == 1:
+            with pytest.raises(ConfigError, match="has finished at update 4: raise evaluation.patience=2"):
+                how_to_start(config)
+        else:
+            assert how_to_start(config).run_id is not None
+
+
+@pytest.mark.parametrize("score", [0.2, 0.9])
+def test_patience_that_the_last_evaluation_exhausts_is_noted(tmp_path: Path, score: float) -> None:
+    inside, receiver = make(tmp_path, patience=1)
+    receiver.published = 100
+    found = rounds(inside, OneRank())
+    for result in (0.5, score):
+        inside.begin(100, 100, 0.0, at_the_end=True)
+        receiver.ended = evaluation([result] * 4, 100)
+        assert not found.is_over
+        found.finish(101, 101, 0.0, lambda: False, *DO_NOTHING)
+    assert found.is_over == (score < 0.5)
 
 
 DO_NOTHING: tuple[Callable[[], None], Callable[[], None]] = (lambda: None, lambda: None)
