@@ -244,7 +244,7 @@ class EvaluationRounds:
         Args:
             version: the learner's.
             update: of the run, that made it.
-            is_told_to_stop: whether this process is; one that is ends the wait of all.
+            is_told_to_stop: whether this process is; one that is ends the wait of all. It may raise an error.
             publish: called on all ranks before the last one begins: publishes the version, if it was not due.
             write: called after each evaluation: writes what the log has.
 
@@ -273,6 +273,7 @@ class EvaluationRounds:
         until, leaves_at = now + self._config.run_timeout_s + DEAL_GRACE_S, now + DEAL_GRACE_S
         is_said = is_under_way = is_awaited = False
         while True:
+            is_told = is_told_to_stop()  # first: it may raise, and then nothing is kept
             if self._evaluation is not None:
                 self._collect(self._evaluation, version, update)
                 now = time.monotonic()
@@ -280,7 +281,7 @@ class EvaluationRounds:
                     leaves_at = now + DEAL_GRACE_S  # one that was lost may be started again
                 is_under_way = self._evaluation.is_under_way
                 is_awaited = is_under_way and now < min(until, leaves_at)
-            mine = is_told_to_stop(), is_under_way, is_awaited
+            mine = is_told, is_under_way, is_awaited
             told, under_way, awaited = self._ranks.sum(mine, of_processes=True)
             if told or not awaited:
                 if is_under_way and not told:

@@ -292,7 +292,8 @@ class Learner:
         tasks = contract.tasks(suite, "validation")
         warmup = begun + self.config.learner.value_warmup_updates  # which begins again without a checkpoint
         evaluation = InRunEvaluation(config, self.receiver, tasks, self.run_folder, self.update, warmup)
-        stack.callback(evaluation.close)
+        # Where another learner has gone on with the run the candidate is that one's.
+        stack.callback(lambda: None if self.owner.is_taken() else evaluation.close())
         return evaluation
 
     def make_saving(self, evaluation: InRunEvaluation | None, origin: Origin, past: Past | None) -> Saving:
@@ -315,7 +316,8 @@ class Learner:
     # --- while it trains
 
     def is_signalled(self) -> bool:
-        """Return whether this process is told to stop."""
+        """Return whether this process is told to stop. Raises FolderTaken where another learner has gone on."""
+        self.owner.check()
         return self.stops.number > 0
 
     def while_waiting(self, what: str) -> None:
@@ -326,6 +328,7 @@ class Learner:
 
         Raises:
             Stopped: a signal has come, to this process or another one of the learner.
+            FolderTaken: another learner has gone on with the run.
         """
         self.meters.log.update(self.publisher.publish_early(self.version, self.receiver, self.is_signalled))
         if self.ranks.is_main:

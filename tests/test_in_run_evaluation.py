@@ -19,6 +19,7 @@ from impala_llm.gateway.tasks import suite_of
 from impala_llm.in_run_evaluation import EvaluationRounds, InRunEvaluation
 from impala_llm.kept_settings import keep_settings
 from impala_llm.learner import Learner
+from impala_llm.learning.folder_owner import FolderTaken
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.resume import Start, how_to_start
 from impala_llm.observability.intervals import score_interval, wilson_interval
@@ -466,6 +467,20 @@ def test_patience_that_the_last_evaluation_exhausts_is_noted(tmp_path: Path, sco
         assert not found.is_over
         found.finish(101, 101, 0.0, lambda: False, *DO_NOTHING)
     assert found.is_over == (score < 0.5)
+
+
+def test_an_evaluation_of_a_learner_whose_run_another_has_gone_on_with_leaves_the_policies_alone(
+    tmp_path: Path,
+) -> None:
+    words = ["experiment=toy", "evaluation.every_updates=3", f"run.dir={tmp_path}", "run.terminal=false"]
+    config = load([*words, f"run.name=test-{uuid.uuid4().hex[:12]}"])
+    other = {"id": "other", "host": "node-7", "space": "another boot", "pid": 12, "started": 1.0, "beats": 0}
+    with pytest.raises(FolderTaken), ExitStack() as stack:
+        learner = Learner(config, Ranks("cpu"), stack, Start(), Mock(number=0))
+        (tmp_path / "owner.json").write_text(json.dumps(other))
+        assert learner.owner.is_taken()
+        learner.finish_evaluation()
+    assert (tmp_path / "policy-candidate").is_dir(), "it is the other learner's"
 
 
 DO_NOTHING: tuple[Callable[[], None], Callable[[], None]] = (lambda: None, lambda: None)

@@ -71,6 +71,7 @@ class FolderOwner:
         self._beats = 0
         self._is_over = threading.Event()
         self._other: dict[str, Any] | None = None
+        self._looked_at = time.monotonic()
         self.on_taken: Callable[[], object] = lambda: None
         """Called before FolderTaken is raised."""
         self._thread = threading.Thread(target=self._keep, name="folder owner", daemon=True)
@@ -99,7 +100,9 @@ class FolderOwner:
         return self._other is not None
 
     def check(self) -> None:
-        """Raise FolderTaken if the thread has found that another learner has taken the folder."""
+        """Raise FolderTaken if another learner has taken the folder, by the last look of the thread."""
+        if time.monotonic() - self._looked_at > 2 * self._beat_s:  # this process was frozen, and its thread with it
+            self.is_taken()
         if self._other is not None:
             self.on_taken()
             raise FolderTaken(
@@ -122,7 +125,7 @@ class FolderOwner:
             self._write()
 
     def _find_other(self) -> None:
-        found = _read(self._path)
+        found, self._looked_at = _read(self._path), time.monotonic()
         if found is not None and found.get("id") != self._me["id"]:
             self._other = found
 

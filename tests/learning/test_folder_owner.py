@@ -150,6 +150,7 @@ def test_a_folder_that_was_taken_since_the_last_beat_is_noticed_and_left_alone(t
         of_another_host(tmp_path, 0)
         with pytest.raises(FolderTaken, match="process 12 on node-7 has gone on with the run"):
             owner.look()
+    (tmp_path / FILE).unlink()
     with FolderOwner(tmp_path, beat_s=1000.0):
         of_another_host(tmp_path, 0)
     assert json.loads((tmp_path / FILE).read_text())["id"] == "other"
@@ -164,6 +165,18 @@ def test_a_learner_that_was_frozen_ends_where_another_has_gone_on_and_has_ended_
         with pytest.raises(FolderTaken, match="has gone on with the run"):
             frozen.look()
     assert wait(tmp_path) == []
+
+
+def test_a_learner_that_was_frozen_looks_at_the_folder_before_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.monotonic
+    with FolderOwner(tmp_path, beat_s=1000.0) as owner:
+        of_another_host(tmp_path, 0)
+        owner.check()
+        monkeypatch.setattr(time, "monotonic", lambda: now() + 3000.0)
+        with pytest.raises(FolderTaken):
+            owner.check()
 
 
 def test_a_learner_of_another_host_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
