@@ -27,10 +27,9 @@ from impala_llm.engines.sglang.external_server import reserved_servers
 from impala_llm.fork_server import ForkServer, can_fork
 from impala_llm.gpus import GpuShares, deal_gpus, visible_gpus, with_num_actors
 from impala_llm.hosts import TcpEndpoint, rank_endpoint
-from impala_llm.kept_settings import for_other_runs, keep_settings
+from impala_llm.kept_settings import for_other_runs
 from impala_llm.learning.checkpoint_files import newest_whole
-from impala_llm.learning.folder_owner import RUN_FIX, wait_for_owner
-from impala_llm.learning.resume import can_go_on, how_to_start
+from impala_llm.learning.resume import begin, can_go_on
 from impala_llm.observability.terminal import TerminalView
 from impala_llm.pipeline.network.keys import load_actor_keys
 from impala_llm.pipeline.shm.actor_claims import claimed_indices
@@ -156,21 +155,16 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
 
 def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int]) -> int:
     """See `supervise`. indices: of the actors."""
-    lost = wait_for_owner(Path(config.run.dir), say, RUN_FIX)
-    start = how_to_start(config)
+    start = begin(config, say)
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
-    if not start.goes_on:  # else the learner does, unless it refuses them
-        keep_settings(config)
-    for note in start.notes:
-        say(note)
     if start.run_id is not None and not start.take_over:
         newest, _ = newest_whole(Path(config.run.dir), verifies=False)
         assert newest is not None
         say(f"the run in {config.run.dir} goes on; its newest checkpoint is {newest.path.name}")
     children = plan(config, overrides, indices)
     learner, actors = children[0], children[1:]
-    if lost is not None:
-        learner.environment[LOST_OWNER] = lost
+    if start.lost_owner is not None:
+        learner.environment[LOST_OWNER] = start.lost_owner
     say(f"starting a learner and {len(actors)} actor{'s' * (len(actors) != 1)}; logs are in {config.run.dir}/logs")
     if not actors:
         say(f"start actors with {how_to_join(config)}")

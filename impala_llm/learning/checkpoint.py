@@ -267,7 +267,8 @@ class Checkpointer:
             finally:
                 self._is_copied.set()
             if self._rank == 0:
-                remove_unfinished(self._run_folder, but=aside)  # parts that other ranks have written of a checkpoint that failed
+                # Parts that other ranks have written of a checkpoint that failed.
+                remove_unfinished(self._run_folder, but=aside)
             aside.mkdir(parents=True, exist_ok=True)
             mine = self._write_part(state, copied, aside)
             del copied

@@ -4,6 +4,7 @@ Invariant: the decision changes nothing; whoever asks acts on it before anybody 
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ class Start:
     run_id: int | None = None
     """Number of the run whose checkpoint it goes on from; None: it is a new run."""
     notes: tuple[str, ...] = ()
-    """Sentences for the user, which the caller prints."""
+    """Sentences for the user."""
     lost_owner: str | None = None
     """For `FolderOwner`."""
 
@@ -130,22 +131,30 @@ def can_go_on(config: Config) -> bool:
         return False
 
 
-def check_folder(config: Config) -> Start:
-    """Decide on the start of a learner, and write the settings of a run that begins; a supervisor has done both.
+def begin(config: Config, say: Callable[[str], object]) -> Start:
+    """Decide on the start of a run, and write the settings of one that begins.
+
+    Args:
+        say: takes sentences for the user.
 
     Raises:
         ConfigError: two runs would be mixed, a learner has the folder, or it cannot be written to.
         RunDirectoryError: another learner of this run is alive.
     """
-    if SUPERVISED in os.environ or os.environ.get("RANK", "0") != "0":
-        return Start(lost_owner=os.environ.get(LOST_OWNER))
-    lost = wait_for_owner(Path(config.run.dir), lambda text: print(f"learner: {text}", flush=True), RUN_FIX)
+    lost = wait_for_owner(Path(config.run.dir), say, RUN_FIX)
     start = how_to_start(config)
     for note in start.notes:
-        print(f"learner: {note}", flush=True)
-    if not start.goes_on:
+        say(note)
+    if not start.goes_on:  # else its learner does, once it has accepted them
         keep_settings(config)
     return replace(start, lost_owner=lost)
+
+
+def check_folder(config: Config) -> Start:
+    """Return the start of a learner, see `begin`. A supervisor, or rank 0, has decided on it for others."""
+    if SUPERVISED in os.environ or os.environ.get("RANK", "0") != "0":
+        return Start(lost_owner=os.environ.get(LOST_OWNER))
+    return begin(config, lambda text: print(f"learner: {text}", flush=True))
 
 
 def _holds_run(folder: Path) -> bool:
