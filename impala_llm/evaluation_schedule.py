@@ -57,6 +57,8 @@ class EvaluationSchedule:
         # Not of a version: after a lost host versions are ahead.
         self._update = update
         self._last_update = None if update == 0 else update
+        self._observed: int | None = None
+        """Update of the last evaluation that has ended."""
         # Not known to a learner that goes on without a checkpoint.
         self._last_s: float | None = 0.0 if update == 0 else None
         self.best: Best | None = None
@@ -76,8 +78,8 @@ class EvaluationSchedule:
         )
 
     def is_new(self, update: int) -> bool:
-        """Return whether no evaluation was begun after this update."""
-        return update != self._last_update
+        """Return whether the last evaluation that has ended was begun after another update."""
+        return update != self._observed
 
     def begun(self, update: int, elapsed_s: float) -> None:
         """Note that an evaluation was begun."""
@@ -92,6 +94,7 @@ class EvaluationSchedule:
         """
         results, first = evaluation.results, evaluation.version
         ahead = version - update
+        self._observed = first - ahead
         num_came = len(results)
         came = f"{num_came} of {evaluation.num_tasks} validation tasks"
         metrics = {
@@ -167,13 +170,20 @@ class EvaluationSchedule:
         """State as plain numbers and lists."""
         best, highest = (None if found is None else list(found) for found in (self.best, self.highest))
         last = [self._last_update, self._last_s]
-        return {"last": last, "best": best, "highest": highest, "without_gain": self._without_gain}
+        return {
+            "last": last,
+            "observed": self._observed,
+            "best": best,
+            "highest": highest,
+            "without_gain": self._without_gain,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
         last, self._last_s = state["last"]
         # Checkpoints of before evaluations were due by updates have a version there, which may be ahead.
         self._last_update = None if last is None else min(last, self._update)
+        self._observed = state.get("observed", self._last_update)
         # Those of before have no update: it was the version, unless a host had been lost.
         self.best, self.highest = (
             None if found is None else Best(*[*found, found[0]][:3])

@@ -153,6 +153,9 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
             self.receive()
+            assert self._process.stdin is not None
+            with suppress(BrokenPipeError):  # a request that it has not read
+                self._process.stdin.close()
 
     def _begin(self) -> None:
         self.close()

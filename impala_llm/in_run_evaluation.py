@@ -61,7 +61,6 @@ class InRunEvaluation:
         """Folder for the policy that is being evaluated."""
         self._best = run_folder / BEST
         self.schedule = EvaluationSchedule(config, update, learns_after)
-        self._is_told = False
         if update > 0:
             self._compare_with_kept()
 
@@ -86,7 +85,7 @@ class InRunEvaluation:
         Args:
             update: of the run, that made the version.
             elapsed_s: seconds of training so far.
-            at_the_end: it is due unless this version was the last one to be evaluated.
+            at_the_end: it is due unless this version was the last one whose evaluation has ended.
 
         Returns:
             Whether it was begun: the policy must then be saved as the candidate.
@@ -118,11 +117,7 @@ class InRunEvaluation:
         if found.is_best and not self._keep(metrics):
             self.schedule.best = former  # what comes next need only be better than the policy that is there
             metrics = {name: value for name, value in metrics.items() if not name.startswith("evaluation/best_")}
-        if self.is_over and self.schedule.highest is not None:
-            say(
-                f"learner: the run ends early, by evaluation.patience={self._config.patience}: no evaluation since "
-                f"that of update {self.schedule.highest.update} was better"
-            )
+        self._say_if_over()
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,10 +126,13 @@ class InRunEvaluation:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. A better policy that was found since, and kept, remains the best one."""
+        kept = self.schedule.best
         if not self._is_comparable(state):  # patience counts anew as well
             state = {**state, "best": None, "highest": None, "without_gain": 0}
         self.schedule.load_state_dict(state)
-        self._compare_with_kept()
+        if kept is not None:
+            self.schedule.take_over(kept)
+        self._say_if_over()
 
     def _is_comparable(self, state: Mapping[str, Any]) -> bool:
         """Whether earlier evaluations were of these tasks and this temperature. Earlier releases did not note them."""
@@ -144,16 +142,23 @@ class InRunEvaluation:
         """Remove the policy whose evaluation has not ended."""
         shutil.rmtree(self.candidate, ignore_errors=True)
 
+    def _say_if_over(self) -> None:
+        """Say why the run ends, if patience ends it."""
+        if self.is_over and self.schedule.highest is not None:
+            say(
+                f"learner: the run ends early, by evaluation.patience={self._config.patience}: no evaluation since "
+                f"that of update {self.schedule.highest.update} was better"
+            )
+
     def _compare_with_kept(self) -> None:
         """Take over the score of the policy that is kept as the best one, if it is higher than what is known."""
-        with suppress(OSError, ValueError, KeyError):
+        with suppress(OSError, ValueError, KeyError, TypeError):
             kept = json.loads((self._best / _SCORE_FILE).read_text())
             version, score = int(kept["evaluation/version"]), float(kept["evaluation/score"])
             found = Best(version, score, int(kept.get("evaluation/update", version)))
             if self._is_comparable(kept):
                 self.schedule.take_over(found)
-            elif not self._is_told:
-                self._is_told = True
+            else:
                 say(
                     f"learner: {self._best} is of other evaluation.run_tasks or evaluation.run_temperature: no later "
                     "evaluation is compared with it, and the best of them takes its place"
@@ -196,6 +201,11 @@ class EvaluationRounds:
         self._config, self._ranks, self._evaluation, self._log = config, ranks, evaluation, log
         self._save, self._mark_best = save, mark_best
 
+    @property
+    def is_over(self) -> bool:
+        """Whether `evaluation.patience` has ended the run; on rank 0, and False on others."""
+        return self._evaluation is not None and self._evaluation.is_over
+
     def turn(self, version: int, update: int, elapsed_s: float, at_the_end: bool = False) -> bool:
         """Take in an evaluation that has ended, and begin one that is due.
 
@@ -234,7 +244,7 @@ class EvaluationRounds:
         Args:
             version: the learner's.
             update: of the run, that made it.
-            is_told_to_stop: whether this process is; one that is ends the wait of all.
+            is_told_to_stop: whether this process is; one that is ends the wait of all. It may raise an error.
             publish: called on all ranks before the last one begins: publishes the version, if it was not due.
             write: called after each evaluation: writes what the log has.
 
@@ -263,6 +273,7 @@ class EvaluationRounds:
         until, leaves_at = now + self._config.run_timeout_s + DEAL_GRACE_S, now + DEAL_GRACE_S
         is_said = is_under_way = is_awaited = False
         while True:
+            is_told = is_told_to_stop()  # first: it may raise, and then nothing is kept
             if self._evaluation is not None:
                 self._collect(self._evaluation, version, update)
                 now = time.monotonic()
@@ -270,7 +281,7 @@ class EvaluationRounds:
                     leaves_at = now + DEAL_GRACE_S  # one that was lost may be started again
                 is_under_way = self._evaluation.is_under_way
                 is_awaited = is_under_way and now < min(until, leaves_at)
-            mine = is_told_to_stop(), is_under_way, is_awaited
+            mine = is_told, is_under_way, is_awaited
             told, under_way, awaited = self._ranks.sum(mine, of_processes=True)
             if told or not awaited:
                 if is_under_way and not told:

@@ -27,17 +27,16 @@ from impala_llm.engines.sglang.external_server import reserved_servers
 from impala_llm.fork_server import ForkServer, can_fork
 from impala_llm.gpus import GpuShares, deal_gpus, visible_gpus, with_num_actors
 from impala_llm.hosts import TcpEndpoint, rank_endpoint
-from impala_llm.kept_settings import for_other_runs, keep_settings
+from impala_llm.kept_settings import for_other_runs
 from impala_llm.learning.checkpoint_files import newest_whole
-from impala_llm.learning.folder_owner import RUN_FIX, wait_for_owner
-from impala_llm.learning.resume import can_go_on, how_to_start
+from impala_llm.learning.resume import begin, can_go_on
 from impala_llm.observability.terminal import TerminalView
 from impala_llm.pipeline.network.keys import load_actor_keys
 from impala_llm.pipeline.shm.actor_claims import claimed_indices
-from impala_llm.pipeline.shm.run_directory import RunDirectory, RunDirectoryError
+from impala_llm.pipeline.shm.run_directory import RunDirectory, RunDirectoryError, find_run, run_path
 from impala_llm.pipeline.weights.remote import relay_weights
 from impala_llm.settings import PACKAGE, Config
-from impala_llm.supervised import ALLOCATOR, HUGE_PAGES, SUPERVISED, signal_name
+from impala_llm.supervised import ALLOCATOR, HUGE_PAGES, LOST_OWNER, NOT_SAVED, SUPERVISED, signal_name
 
 POLL_S = 0.1
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -46,8 +45,6 @@ MAX_LEARNER_RESTARTS = 3
 """Restarts of a learner without a version published in between, however long it ran."""
 STOPPED, BAD_SETTINGS, LEARNER_GONE = 0, 2, 3
 """Exit codes: the run is over; the settings are wrong; (of an actor) the learner is gone, or refuses it."""
-NOT_SAVED = 4
-"""Exit code of a learner whose policy could not be saved, see learner.py: it stays in the run's folder."""
 
 
 def plan(config: Config, overrides: Sequence[str], indices: Iterable[int] | None = None) -> list[Child]:
@@ -158,18 +155,16 @@ def supervise(config: Config, overrides: Sequence[str]) -> int:
 
 def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int]) -> int:
     """See `supervise`. indices: of the actors."""
-    wait_for_owner(Path(config.run.dir), say, RUN_FIX)
-    start = how_to_start(config)  # before config.yaml changes, with which it is compared
+    start = begin(config, say)
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
-    keep_settings(config)
-    for note in start.notes:
-        say(note)
     if start.run_id is not None and not start.take_over:
         newest, _ = newest_whole(Path(config.run.dir), verifies=False)
         assert newest is not None
         say(f"the run in {config.run.dir} goes on; its newest checkpoint is {newest.path.name}")
     children = plan(config, overrides, indices)
     learner, actors = children[0], children[1:]
+    if start.lost_owner is not None:
+        learner.environment[LOST_OWNER] = start.lost_owner
     say(f"starting a learner and {len(actors)} actor{'s' * (len(actors) != 1)}; logs are in {config.run.dir}/logs")
     if not actors:
         say(f"start actors with {how_to_join(config)}")
@@ -302,8 +297,15 @@ def _away_from_learner(config: Config) -> Iterator[None]:
         return
     keys = load_actor_keys(Path(pipeline.keys).expanduser()) if pipeline.keys else None
     served_at = rank_endpoint(pipeline.connect, config.learner.num_ranks)
+    name = config.run.name
     try:
-        own = RunDirectory.create(config.run.name)
+        if (left := find_run(name)) is not None and left.is_of_learner:
+            raise ConfigError(
+                f"run.name={name}: {run_path(name)} holds what a learner of run.dir={left.output or 'unknown'} has "
+                "left, and actors for a learner on another host would remove it: go on with that run on this host "
+                "first, or remove that folder"
+            )
+        own = RunDirectory.create(name)
     except RunDirectoryError as error:
         raise ConfigError(
             f"pipeline.connect={pipeline.connect} is for a host without the learner, and a process of this run lives "

@@ -68,11 +68,9 @@ from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 from impala_llm.pipeline.tickets.curriculum import Curriculum
 from impala_llm.settings import Config
 from impala_llm.stop_signals import Stopped, StopSignals
-from impala_llm.supervised import SUPERVISED, end_with_supervisor, keep_exit_codes, tell
+from impala_llm.supervised import NOT_SAVED, SUPERVISED, end_with_supervisor, keep_exit_codes, say, tell
 from impala_llm.trainer import Trainer
 
-NOT_SAVED = 4
-"""Exit code: training is over, and its policy could not be saved."""
 SAYS_WHAT_TO_DO = (ArenaError, CheckpointError, ConfigError, KeyFileError, MetricError, OutOfMemory, RunDirectoryError)
 """Errors that will come again, and whose message is all that the user needs."""
 
@@ -82,6 +80,11 @@ def learn(config: Config, ranks: Ranks, start: Start, stops: StopSignals) -> boo
     torch.manual_seed(config.run.seed)
     with ExitStack() as stack:
         learner = Learner(config, ranks, stack, start, stops)
+        if ranks.is_main:  # only now: those of a run that goes on are compared with the ones that it has trained with
+            try:
+                keep_settings(config)
+            except ConfigError as error:  # as on a full disk: the ones before stay
+                say(f"learner: {error}")
         while learner.progress < 1.0 and learner.step():
             pass
         if not learner.is_told_to_stop:
@@ -103,8 +106,6 @@ class Learner:
     """Whether all ranks have agreed to end after the same update."""
     is_told_to_stop = False
     """Whether they have because one of them was told to."""
-    ended_by_patience = 0
-    """`evaluation.patience`, once it has ended the run."""
     is_writing = False
     """Whether a policy is being written."""
     is_saved = True
@@ -113,11 +114,12 @@ class Learner:
     def __init__(self, config: Config, ranks: Ranks, stack: ExitStack, start: Start, stops: StopSignals) -> None:
         self.config, self.ranks, self.stops = config, ranks, stops
         self.run_folder = Path(config.run.dir)
-        self.owner = stack.enter_context(FolderOwner(self.run_folder, ranks.is_main))
+        self.owner = FolderOwner(self.run_folder, ranks.is_main, start.lost_owner)
         self.files = policy_files(resolve_policy(config))
         place = ranks.process, ranks.world_size, ranks.barrier
         self.endpoint = stack.enter_context(LearnerEndpoint(config, *place, self.files, start.take_over, start.run_id))
         self.owner.on_taken = self.endpoint.run_dir.release  # where another has gone on, what lies here is stale
+        stack.enter_context(self.owner)
         self.checkpointer = Checkpointer(
             self.run_folder, config.learner.checkpoints_kept, ranks.process, ranks.world_size, ranks.num_processes
         )
@@ -165,7 +167,7 @@ class Learner:
         """Whether the next update ends with a checkpoint."""
         stack.push(self.save_what_was_learned)
         if self.evaluations.turn(self.version, self.update, self.time.elapsed_s):  # they have ended the run before
-            self.progress, self.ended_by_patience = 1.0, config.evaluation.patience or 0
+            self.progress = 1.0
 
     def step(self) -> bool:
         """Take a batch, train on it, publish the next version, log. Returns whether there was a batch."""
@@ -201,7 +203,7 @@ class Learner:
             self.progress, due = self.ranks.sum([share, due])
             self.saves_next = due > 0
             if self.evaluations.turn(self.version, self.update, elapsed_s):
-                self.progress, self.ended_by_patience = 1.0, self.config.evaluation.patience or 0
+                self.progress = 1.0
             intake = self.batches.end_step()
             if self.ranks.leads:
                 self.meters.observe(intake, batch, self.version)
@@ -242,7 +244,8 @@ class Learner:
 
     def moment(self) -> Moment:
         """The last update that is over."""
-        return Moment(self.update, self.version, self.time.elapsed_s, self.ended_by_patience)
+        patience = self.config.evaluation.patience if self.evaluations.is_over else None
+        return Moment(self.update, self.version, self.time.elapsed_s, patience or 0)
 
     # --- the start
 
@@ -295,7 +298,8 @@ class Learner:
         tasks = contract.tasks(suite, "validation")
         warmup = begun + self.config.learner.value_warmup_updates  # which begins again without a checkpoint
         evaluation = InRunEvaluation(config, self.receiver, tasks, self.run_folder, self.update, warmup)
-        stack.callback(evaluation.close)
+        # Where another learner has gone on with the run the candidate is that one's.
+        stack.callback(lambda: None if self.owner.is_taken() else evaluation.close())
         return evaluation
 
     def make_saving(self, evaluation: InRunEvaluation | None, origin: Origin, past: Past | None) -> Saving:
@@ -318,7 +322,8 @@ class Learner:
     # --- while it trains
 
     def is_signalled(self) -> bool:
-        """Return whether this process is told to stop."""
+        """Return whether this process is told to stop. Raises FolderTaken where another learner has gone on."""
+        self.owner.check()
         return self.stops.number > 0
 
     def while_waiting(self, what: str) -> None:
@@ -329,6 +334,7 @@ class Learner:
 
         Raises:
             Stopped: a signal has come, to this process or another one of the learner.
+            FolderTaken: another learner has gone on with the run.
         """
         self.meters.log.update(self.publisher.publish_early(self.version, self.receiver, self.is_signalled))
         if self.ranks.is_main:
@@ -411,8 +417,6 @@ def main(argv: Sequence[str]) -> int:
         config = load(argv)
         check_ranks(config)
         start = check_folder(config)
-        if SUPERVISED not in os.environ and os.environ.get("RANK", "0") == "0":
-            keep_settings(config)
     except (ConfigError, RunDirectoryError) as error:
         print(f"learner: {error}", file=sys.stderr)
         return 2

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
@@ -261,12 +262,13 @@ def _own_learner(config: Config) -> list[str]:
 
 def _folder(config: Config) -> list[str]:
     folder = Path(config.run.dir)
-    if folder.exists() and not folder.is_dir():
-        return [f"run.dir={folder} is a file: name a folder, which is made if it is missing"]
-    # Later checks may refuse the start, and a dry run starts nothing: folders that are made here are removed again.
-    missing = [part for part in (folder / "logs", folder, *folder.parents) if not part.exists()]
+    missing: list[Path] = []
     done = "made"
     try:
+        if folder.exists() and not folder.is_dir():
+            return [f"run.dir={folder} is a file: name a folder, which is made if it is missing"]
+        # Later checks may refuse the start, and a dry run starts nothing: folders that are made here are removed again.
+        missing = [part for part in (folder / "logs", folder, *folder.parents) if not part.exists()]
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         done = "written to"
         try_to_write(folder)
@@ -549,7 +551,7 @@ def _disk(config: Config) -> list[str]:
     needed = DISK_SPARE + (num_policies + num_parts * num_checkpoints) * weights
     # Their successors are written before they are removed.
     needed = max(needed - _bytes_replaced(folder), DISK_SPARE + num_parts * weights)
-    there = next(part for part in (folder, *folder.absolute().parents) if part.is_dir())
+    there = next(part for part in (folder, *folder.absolute().parents) if os.path.isdir(part))
     if (free := shutil.disk_usage(there).free) >= needed:
         return []
     fewer = ", lower learner.checkpoints_kept" if kept else ""
@@ -563,7 +565,8 @@ def _bytes_replaced(folder: Path) -> int:
     """Bytes of the checkpoints and policies of a run that give way to later ones: not those of learner.save_every."""
     policies = [folder / name for name in ("policy", "policy-best", "policy-candidate")]
     total = 0
-    for path in (path for part in (*checkpoints(folder), *policies) for path in part.rglob("*")):
+    parts = [part for part in (*checkpoints(folder), *policies) if os.path.isdir(part)]
+    for path in (path for part in parts for path in part.rglob("*")):
         with contextlib.suppress(OSError):  # a learner may be at work
             total += path.stat().st_size if path.is_file() else 0
     return total

@@ -356,11 +356,11 @@ def warm_start(config: Config, folders: Sequence[Path]) -> Path:
     """
     policy = resolve_policy(config)
     folder = Path(config.sft.dir)
-    wait_for_owner(folder, say, "end it first, or set another sft.dir")
+    lost = wait_for_owner(folder, say, "end it first, or set another sft.dir")
     with writing_to(f"sft.dir={folder}"):
         try_to_write(folder)
     with ExitStack() as stack:
-        owner = stack.enter_context(FolderOwner(folder))  # before minutes of reading
+        owner = stack.enter_context(FolderOwner(folder, lost=lost))  # before minutes of reading
         data = load_data(config, policy, folders)
         stops = StopSignals()
         warm = WarmStart(config, data, policy, owner, stack, stops)

@@ -19,6 +19,11 @@ from impala_llm.log_lines import log_standard_streams
 
 SUPERVISED = "IMPALA_LLM_SUPERVISED"
 """Set for a learner whose run directory belongs to its supervisor and outlives the learner."""
+NOT_SAVED = 4
+"""Exit code of a learner: training is over, and its policy could not be saved. It stays in the run's folder in shared
+memory."""
+LOST_OWNER = "IMPALA_LLM_LOST_OWNER"
+"""What the supervisor's `wait_for_owner` has returned, for its learner."""
 SUPERVISOR = "IMPALA_LLM_SUPERVISOR"
 """Process id of the supervisor."""
 PROGRESS = "IMPALA_LLM_PROGRESS"

@@ -17,9 +17,11 @@ from impala_llm.config import ConfigError, load
 from impala_llm.evaluation_schedule import EvaluationSchedule
 from impala_llm.gateway.tasks import suite_of
 from impala_llm.in_run_evaluation import EvaluationRounds, InRunEvaluation
+from impala_llm.kept_settings import keep_settings
 from impala_llm.learner import Learner
+from impala_llm.learning.folder_owner import FolderTaken
 from impala_llm.learning.parallel import Ranks
-from impala_llm.learning.resume import Start
+from impala_llm.learning.resume import Start, how_to_start
 from impala_llm.observability.intervals import score_interval, wilson_interval
 from impala_llm.observability.metrics import METRICS, MetricLog
 from impala_llm.pipeline.transport.evaluation_tasks import Evaluation
@@ -47,6 +49,8 @@ def test_it_is_due_at_the_start_and_then_after_so_many_updates() -> None:
     assert [update for update in range(25) if due.is_due(update, 1e9)] == list(range(10, 25))
     due.begun(12, 0.0)  # one was under way at 10
     assert not due.is_due(21, 0.0) and due.is_due(22, 0.0)
+    assert due.is_new(12)
+    due.observe(evaluation([0.5], 12), 14, 14)
     assert due.is_new(13) and not due.is_new(12)
 
 
@@ -308,6 +312,28 @@ def test_a_learner_that_goes_on_keeps_the_best_of_the_one_before_unless_it_finds
         assert kept(tmp_path)[0] == best
 
 
+@pytest.mark.parametrize("content", ["[]", "null", '{"evaluation/version": null, "evaluation/score": null}'])
+def test_figures_of_the_best_policy_that_are_damaged_end_no_learner(tmp_path: Path, content: str) -> None:
+    (tmp_path / "policy-best").mkdir()
+    (tmp_path / "policy-best" / "evaluation.json").write_text(content)
+    inside, _ = make(tmp_path, version=20)
+    assert inside.schedule.best is None
+
+
+def test_the_last_evaluation_is_begun_again_by_a_learner_that_goes_on_amid_it(tmp_path: Path) -> None:
+    inside, receiver = make(tmp_path, version=99)
+    receiver.published = 100
+    assert inside.begin(100, 100, 0.0, at_the_end=True)
+    later, receiver = make(tmp_path, version=100)
+    later.load_state_dict(json.loads(json.dumps(inside.state_dict())))
+    assert later.begin(100, 100, 0.0, at_the_end=True)
+    receiver.ended = evaluation([0.5] * 4, 100)
+    later.collect(100, 100)
+    last, _ = make(tmp_path, version=100)
+    last.load_state_dict(json.loads(json.dumps(later.state_dict())))
+    assert not last.begin(100, 100, 0.0, at_the_end=True)
+
+
 def test_a_saved_state_does_not_forget_a_better_policy_that_was_kept_since(tmp_path: Path) -> None:
     inside, receiver = make(tmp_path, patience=2)
     states = []
@@ -404,9 +430,9 @@ def test_patience_ends_the_run_and_begins_nothing_more(tmp_path: Path, capsys: p
 
 
 def test_a_learner_of_a_run_that_patience_has_ended_trains_no_further(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As after a policy that could not be saved: the same command saves it."""
+    """As after a policy that could not be saved, or with less patience: it says why, and the next start is refused."""
     words = ["experiment=toy", "evaluation.every_updates=3", f"run.dir={tmp_path}", "run.terminal=false"]
     words.append(f"run.name=test-{uuid.uuid4().hex[:12]}")
     state = {"last": [3, 1.0], "best": [0, 0.5, 0], "without_gain": 2}
@@ -416,11 +442,45 @@ def test_a_learner_of_a_run_that_patience_has_ended_trains_no_further(
         learner.update = learner.version = 4
     for patience, share in ((2, 1.0), (3, 4 / 100)):
         config = load([*words, f"evaluation.patience={patience}", "learner.total_updates=100"])
+        keep_settings(config)
         with ExitStack() as stack:
             learner = Learner(
                 config, Ranks("cpu"), stack, Start(run_id=learner.endpoint.run_dir.run_id), Mock(number=0)
             )
             assert (learner.progress, learner.moment().patience) == (share, 2 if share == 1 else 0)
+        assert ("learner: the run ends early, by evaluation.patience=2" in capsys.readouterr().out) == (share == 1)
+        if share == 1:
+            with pytest.raises(ConfigError, match="has finished at update 4: raise evaluation.patience=2"):
+                how_to_start(config)
+        else:
+            assert how_to_start(config).run_id is not None
+
+
+@pytest.mark.parametrize("score", [0.2, 0.9])
+def test_patience_that_the_last_evaluation_exhausts_is_noted(tmp_path: Path, score: float) -> None:
+    inside, receiver = make(tmp_path, patience=1)
+    receiver.published = 100
+    found = rounds(inside, OneRank())
+    for result in (0.5, score):
+        inside.begin(100, 100, 0.0, at_the_end=True)
+        receiver.ended = evaluation([result] * 4, 100)
+        assert not found.is_over
+        found.finish(101, 101, 0.0, lambda: False, *DO_NOTHING)
+    assert found.is_over == (score < 0.5)
+
+
+def test_an_evaluation_of_a_learner_whose_run_another_has_gone_on_with_leaves_the_policies_alone(
+    tmp_path: Path,
+) -> None:
+    words = ["experiment=toy", "evaluation.every_updates=3", f"run.dir={tmp_path}", "run.terminal=false"]
+    config = load([*words, f"run.name=test-{uuid.uuid4().hex[:12]}"])
+    other = {"id": "other", "host": "node-7", "space": "another boot", "pid": 12, "started": 1.0, "beats": 0}
+    with pytest.raises(FolderTaken), ExitStack() as stack:
+        learner = Learner(config, Ranks("cpu"), stack, Start(), Mock(number=0))
+        (tmp_path / "owner.json").write_text(json.dumps(other))
+        assert learner.owner.is_taken()
+        learner.finish_evaluation()
+    assert (tmp_path / "policy-candidate").is_dir(), "it is the other learner's"
 
 
 DO_NOTHING: tuple[Callable[[], None], Callable[[], None]] = (lambda: None, lambda: None)
@@ -510,7 +570,7 @@ def test_an_actor_that_is_started_again_plays_on(tmp_path: Path, monkeypatch: py
     def then(now: float) -> None:
         receiver.num_actors = int(now > 5)
         if now > 30:
-            receiver.ended = evaluation([0.5] * 4, receiver.published)
+            receiver.ended = evaluation([0.5] * 4, receiver.published if len(receiver.begun) == 2 else 0)
 
     Clock(monkeypatch, then)
     receiver.published = 7

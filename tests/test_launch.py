@@ -18,7 +18,7 @@ from impala_llm.gpus import deal_gpus
 from impala_llm.launch import child_environment
 from impala_llm.pipeline.network.keys import make_keys
 from impala_llm.pipeline.shm.actor_claims import claimed_servers
-from impala_llm.pipeline.shm.run_directory import RunDirectory
+from impala_llm.pipeline.shm.run_directory import RunDirectory, remove_run_dir
 from impala_llm.supervised import HUGE_PAGES
 
 OVERRIDES = ["experiment=toy", "actor.num_actors=3", "learner.num_ranks=2"]
@@ -127,6 +127,21 @@ def test_actors_that_connect_to_a_learner_of_their_own_host_are_told_to_leave_th
     words += ["pipeline.connect=tcp://127.0.0.1:7411", f"pipeline.keys={tmp_path}/keys"]
     with RunDirectory.create(name), pytest.raises(ConfigError, match="connect=tcp://127.0.0.1:7411 .*: leave it out"):
         launch.supervise_actors(load(words), words)
+
+
+def test_actors_remove_nothing_that_a_learner_has_left_on_their_host(tmp_path: Path) -> None:
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    words = ["experiment=toy", f"run.name={name}", f"run.dir={tmp_path}", "run.terminal=false"]
+    make_keys(tmp_path / "keys")
+    words += ["pipeline.connect=tcp://127.0.0.1:7411", f"pipeline.keys={tmp_path}/keys"]
+    with RunDirectory.create(name, output=tmp_path / "other") as run:
+        run.keep()
+    try:
+        with pytest.raises(ConfigError, match=f"run.name={name}: .*run.dir={tmp_path}/other .*remove that folder"):
+            launch.supervise_actors(load(words), words)
+        assert run.path.is_dir()
+    finally:
+        remove_run_dir(name)
 
 
 def test_each_process_of_each_run_is_a_family_of_its_own() -> None:

@@ -1,6 +1,7 @@
 """A learner that is started again knows of its run."""
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,8 +14,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from impala_llm.config import load
-from impala_llm.learner import Learner, main
+from impala_llm.config import ConfigError, load
+from impala_llm.learner import Learner, learn, main
 from impala_llm.learning.checkpoint_files import VersionMark, read_manifest
 from impala_llm.learning.folder_owner import FolderTaken
 from impala_llm.learning.origin import start_model
@@ -90,6 +91,45 @@ def test_versions_are_reserved_also_where_checkpoints_are_switched_off_amid_a_ru
         found = VersionMark(tmp_path / "checkpoints")
         assert (learner.update, found.ahead) == (4, learner.version - 4), "by which a later learner counts updates"
         assert found.unused(4) > learner.version > 5
+
+
+def test_work_since_the_last_checkpoint_stays_in_memory_where_checkpoints_are_switched_off(tmp_path: Path) -> None:
+    """Else the same command would go on from the checkpoint, and the work would be lost."""
+    settings = ["experiment=toy", f"run.name=test-{uuid.uuid4().hex[:12]}", f"run.dir={tmp_path}", "run.terminal=false"]
+    without = load([*settings, "learner.checkpoints_kept=0"])
+    stops = Mock(number=0)
+    with ExitStack() as stack:
+        learner = Learner(load(settings), Ranks("cpu"), stack, Start(), stops)
+        learner.update = learner.version = 4
+    run_id = read_manifest(tmp_path / "checkpoints" / "update-000004").run_id
+    for update in (4, 6):
+        with ExitStack() as stack:
+            learner = Learner(without, Ranks("cpu"), stack, Start(run_id=run_id), stops)
+            learner.saving.end_update()
+            learner.update = update
+        left = find_run(without.run.name)
+        assert (left is not None) == (update == 6)
+    remove_run_dir(without.run.name)
+
+
+def test_settings_of_a_run_that_goes_on_are_kept_once_its_learner_accepts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ["experiment=toy", f"run.name=test-{uuid.uuid4().hex[:12]}", f"run.dir={tmp_path}", "run.terminal=false"]
+    settings.append("learner.total_updates=50")
+    stops = Mock(number=signal.SIGTERM)
+    with ExitStack() as stack:
+        learner = Learner(load(settings), Ranks("cpu"), stack, check_folder(load(settings)), stops)
+        learner.update = learner.version = 4
+    before = (tmp_path / "config.yaml").read_text()
+    other = load([*settings, "learner.learning_rate=0.5"])
+    start = check_folder(other)
+    with monkeypatch.context() as patch, pytest.raises(ConfigError):
+        patch.setattr("impala_llm.learner.make_model", Mock(side_effect=ConfigError("other weights")))
+        learn(other, Ranks("cpu"), start, stops)
+    assert (tmp_path / "config.yaml").read_text() == before
+    learn(other, Ranks("cpu"), start, stops)
+    assert load([f"experiment={tmp_path}/config.yaml"]).learner.learning_rate == 0.5
 
 
 @pytest.mark.parametrize("end", [None, SystemExit(143)])

@@ -336,7 +336,8 @@ def test_what_a_dead_owner_has_left_of_the_run_counts_as_free(
     name = f"test-{uuid.uuid4().hex[:12]}"
     owner = (
         "import os; from pathlib import Path; from impala_llm.pipeline.shm.run_directory import RunDirectory as R; "
-        f"base = Path({str(tmp_path)!r}); file = R.create({name!r}, base, output=base).replay_path().open('wb'); "
+        f"base = Path({str(tmp_path)!r}); run = R.create({name!r}, base, output=base / 'out'); "
+        "file = run.replay_path().open('wb'); "
         "os.posix_fallocate(file.fileno(), 0, 64 << 20); os._exit(0)"
     )
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", owner]) == 0

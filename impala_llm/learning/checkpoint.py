@@ -177,7 +177,8 @@ class Checkpointer:
     def is_wanted(self) -> bool:
         """Whether a checkpoint should be written soon: the best policy so far is in none.
 
-        Not after one that has failed: the next that is due counts, and a disk that refuses is not asked at each update.
+        After a checkpoint that could not be written it is False, so that a full disk is not tried at each update: the
+        next checkpoint that is due by time or number holds that policy.
         """
         return self._wants_best and not self.is_busy and not self.has_failed
 
@@ -266,7 +267,8 @@ class Checkpointer:
             finally:
                 self._is_copied.set()
             if self._rank == 0:
-                remove_unfinished(self._run_folder, but=aside)  # other ranks left it of one that rank 0 gave up
+                # Parts that other ranks have written of a checkpoint that failed.
+                remove_unfinished(self._run_folder, but=aside)
             aside.mkdir(parents=True, exist_ok=True)
             mine = self._write_part(state, copied, aside)
             del copied

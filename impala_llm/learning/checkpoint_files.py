@@ -39,7 +39,8 @@ NEW = ".new"
 REPLACED = ".old"
 """Suffix of a checkpoint while another of the same update takes its name; it counts where none has it."""
 DAMAGED = ".damaged"
-"""Suffix of a checkpoint that was passed over: it is none any more, and stays for whoever wants to look at it."""
+"""Suffix of a checkpoint that is damaged and was passed over. It no longer counts as a checkpoint, and is kept for
+inspection."""
 RESERVED = 256
 """Versions that are reserved at a time: so many may be left out when a host is lost."""
 _NAME = re.compile(r"update-(\d+)(?:\.old)?")
@@ -91,7 +92,7 @@ class Manifest:
 def checkpoints(run_folder: Path) -> list[Path]:
     """Folders of a run's checkpoints, the newest first."""
     folder = run_folder / FOLDER
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if os.path.isdir(folder) else []
     found = [path for path in found if path.suffix != REPLACED or not path.with_suffix("").exists()]
     return sorted(found, key=update_of, reverse=True)
 

@@ -3,7 +3,8 @@
 A learner notes in the folder who it is, and changes a number there every few seconds. Another one that is about to
 begin looks at the number: while it changes, the first one lives, and the second is refused. Where it stands still, as
 after a lost host, the second takes the folder; should the first come back after all, it finds another's name there, and
-ends. On one host the system says at once whether a process lives.
+ends. The name stays when a learner has ended, and is marked as over. On one host the system says at once whether a
+process lives.
 """
 
 import json
@@ -27,6 +28,8 @@ BEAT_S = 3.0
 """Seconds between two changes of the number."""
 SILENCE_S = 15.0
 """Seconds without a change after which a learner of another host counts as lost."""
+_LOOKS = 30
+"""Looks at the number in the time after which a learner counts as lost."""
 _BYTES = 512
 _STARTED_AT = 19
 """Index of the start time in /proc/PID/stat, proc_pid_stat(5), after the name."""
@@ -46,21 +49,39 @@ class FolderOwner:
     Args:
         folder: of the run; exists.
         is_main: whether this is rank 0, which keeps it for all ranks; on others nothing happens.
+        lost: what `wait_for_owner` has returned: the id of an owner whose folder may be taken at once.
         beat_s: seconds between two changes of the number.
+        silence_s: seconds without a change after which a learner of another host counts as lost.
+
+    Raises:
+        FolderTaken: on entering, a living learner of another host has the folder, as after a restart of this one.
     """
 
-    def __init__(self, folder: Path, is_main: bool = True, beat_s: float = BEAT_S) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        is_main: bool = True,
+        lost: str | None = None,
+        beat_s: float = BEAT_S,
+        silence_s: float = SILENCE_S,
+    ) -> None:
         self._path, self._is_main, self._beat_s = folder / FILE, is_main, beat_s
+        self._lost, self._silence_s = lost, silence_s
         self._me = {"id": uuid.uuid4().hex, **_this_process()}
         self._beats = 0
         self._is_over = threading.Event()
         self._other: dict[str, Any] | None = None
+        self._looked_at = time.monotonic()
         self.on_taken: Callable[[], object] = lambda: None
         """Called before FolderTaken is raised."""
         self._thread = threading.Thread(target=self._keep, name="folder owner", daemon=True)
 
     def __enter__(self) -> Self:
         if self._is_main:
+            found = _read(self._path)
+            if found is not None and found["id"] != self._lost and found["space"] != _process_space():
+                self._other = _watch(self._path, found, self._silence_s)
+                self.check()
             self._write()
             self._thread.start()
         return self
@@ -69,13 +90,19 @@ class FolderOwner:
         if self._is_main:
             self._is_over.set()
             self._thread.join()
+            if not self.is_taken():
+                self._write()
+
+    def is_taken(self) -> bool:
+        """Return whether another learner has taken the folder, by what it holds at this moment."""
+        if self._is_main:
             self._find_other()
-            if self._other is None:
-                with suppress(OSError):  # in a folder that has become read-only it stays: its process is dead then
-                    self._path.unlink(missing_ok=True)
+        return self._other is not None
 
     def check(self) -> None:
-        """Raises FolderTaken where another learner has taken the folder."""
+        """Raise FolderTaken if another learner has taken the folder, by the last look of the thread."""
+        if time.monotonic() - self._looked_at > 2 * self._beat_s:  # this process was frozen, and its thread with it
+            self.is_taken()
         if self._other is not None:
             self.on_taken()
             raise FolderTaken(
@@ -85,9 +112,8 @@ class FolderOwner:
             )
 
     def look(self) -> None:
-        """As `check`, by what the folder holds at this moment: the thread's last look may lie seconds back."""
-        if self._is_main:
-            self._find_other()
+        """Raise FolderTaken if another learner has taken the folder, by what it holds at this moment."""
+        self.is_taken()
         self.check()
 
     def _keep(self) -> None:
@@ -99,12 +125,13 @@ class FolderOwner:
             self._write()
 
     def _find_other(self) -> None:
-        found = _read(self._path)
+        found, self._looked_at = _read(self._path), time.monotonic()
         if found is not None and found.get("id") != self._me["id"]:
             self._other = found
 
     def _write(self) -> None:
-        content = json.dumps({**self._me, "beats": self._beats}).encode().ljust(_BYTES)
+        record = {**self._me, "beats": self._beats, "over": self._is_over.is_set()}
+        content = json.dumps(record).encode().ljust(_BYTES)
         with suppress(OSError):  # on a full disk training goes on, and the file keeps its length
             file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
             try:
@@ -118,8 +145,7 @@ def wait_for_owner(
     say: Callable[[str], object],
     fix: str,
     silence_s: float = SILENCE_S,
-    poll_s: float = 0.5,
-) -> None:
+) -> str | None:
     """Return once no living learner or warm start has the folder.
 
     Args:
@@ -127,7 +153,9 @@ def wait_for_owner(
         say: takes a sentence, where this takes longer.
         fix: what a user may do where the folder is in use, with the key that names it.
         silence_s: seconds without a sign of life after which a learner of another host counts as lost.
-        poll_s: seconds between two looks.
+
+    Returns:
+        The id of an owner that has shown no sign of life, for `FolderOwner`; None where none was waited for.
 
     Raises:
         ConfigError: one is alive.
@@ -135,15 +163,30 @@ def wait_for_owner(
     first = _read(folder / FILE)
     lives = False if first is None else _lives(first)
     if first is None or lives is False:
-        return
+        return None
+    found: dict[str, Any] | None = first
     if lives is None:
         say(f"{_described(first)} had {folder} last: waiting {silence_s:.0f} s for a sign of life of it")
-        deadline = time.monotonic() + silence_s
-        while (found := _read(folder / FILE)) == first and time.monotonic() < deadline:
-            time.sleep(poll_s)
-        if found is None or found == first:
-            return
-    raise ConfigError(f"{folder} is in use: {_described(first)} is training there: {fix}")
+        found = _watch(folder / FILE, first, silence_s)
+    if found is None:
+        return str(first["id"])
+    raise ConfigError(f"{folder} is in use: {_described(found)} is training there: {fix}")
+
+
+def _watch(path: Path, first: dict[str, Any], silence_s: float) -> dict[str, Any] | None:
+    """Watch the record of a learner of which only the number tells whether it lives.
+
+    Args:
+        first: the record as it was found.
+        silence_s: seconds for which to watch it.
+
+    Returns:
+        The record of a learner that lives, which may be another one by now; None where none does.
+    """
+    deadline = time.monotonic() + silence_s
+    while (found := _read(path)) == first and not first.get("over") and time.monotonic() < deadline:
+        time.sleep(silence_s / _LOOKS)
+    return None if found is None or found == first or found.get("over") else found
 
 
 def _this_process() -> dict[str, Any]:
@@ -181,6 +224,8 @@ def _started(pid: int) -> int | float | None:
 def _lives(owner: dict[str, Any]) -> bool | None:
     """Whether it lives. None where only the number tells: it is of another host, or an earlier release has noted when
     it began, by a clock that may have been set since."""
+    if owner.get("over"):
+        return False
     if owner["space"] != _process_space():
         return None
     now, noted = _started(owner["pid"]), owner["started"]

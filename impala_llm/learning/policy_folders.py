@@ -4,6 +4,7 @@ A folder cannot be renamed onto another that has files: the earlier one is renam
 is killed in between, the next one puts the folders back or removes them.
 """
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -21,26 +22,34 @@ def replace_folder(new: Path, target: Path) -> None:
         OSError: it cannot be renamed; the earlier one is where it was.
     """
     replaced = target.with_name(target.name + _REPLACED)
-    if target.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+    if os.path.lexists(target):
+        _remove(replaced)
         target.rename(replaced)
     try:
         new.rename(target)
     except OSError:
-        if replaced.exists():
+        if os.path.lexists(replaced):
             replaced.rename(target)
         raise
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove(replaced)
 
 
 def put_policies_back(run_folder: Path) -> None:
     """Undo or finish what a learner that was killed was doing to the policies of its run."""
     for path in list(run_folder.glob(f"policy*{_REPLACED}")):
         target = path.with_name(path.name.removesuffix(_REPLACED))
-        if target.exists():
-            shutil.rmtree(path, ignore_errors=True)
+        if os.path.lexists(target):
+            _remove(path)
         else:
             path.rename(target)
     for path in list(run_folder.glob("policy*")):
         if _UNFINISHED.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or a link to one: what it leads to stays."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,11 +1,11 @@
-"""Whether a run begins, goes on or is refused: `run.resume` against what its folders hold. No torch here.
+"""Decision whether a run begins, goes on or is refused, by `run.resume` and what its folders hold. No torch here.
 
-Invariant: nothing is changed; whoever asks acts on the answer before anybody else can.
+Invariant: the decision changes nothing; whoever asks acts on it before anybody else can.
 """
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,19 @@ from omegaconf.errors import OmegaConfBaseException
 
 from impala_llm.config import ConfigError, plain
 from impala_llm.idle_settings import in_force
+from impala_llm.kept_settings import keep_settings
 from impala_llm.learning.checkpoint_files import FOLDER, Manifest, VersionMark, newest_whole
 from impala_llm.learning.folder_owner import RUN_FIX, wait_for_owner
 from impala_llm.pipeline.shm.run_directory import (
+    Left,
     RunDirectoryError,
-    find_learner,
-    find_output,
     find_run,
     run_path,
     shared_memory,
 )
+from impala_llm.pipeline.shm.store_header import settings_of
 from impala_llm.settings import Config, holds_run, leaves, model_directory, written
-from impala_llm.supervised import SUPERVISED
+from impala_llm.supervised import LOST_OWNER, SUPERVISED
 
 _MUST_AGREE = (
     *("model.path", "model.scratch.", "model.value_hidden_size", "model.lora", "env."),
@@ -39,22 +40,27 @@ _SAME_RUN = (
     *("engine.temperature", "engine.top_p", "engine.max_length"),  # of the distribution of stored log-probabilities
 )
 """Settings by which `auto` tells the same command from another experiment in the same folder."""
-_OF_MEMORY = ("replay.capacity", "replay.capacity_mb")
-"""Settings that change only where nothing is left of the run in shared memory: its trajectories lie there in place."""
 _OF_THE_COMMAND = ("run.resume", "run.dir", "run.name")
 """Settings that say where and how a run goes on, and not how it trains."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """How a run starts."""
+    """Start of a run."""
 
     take_over: bool = False
     """From what a dead learner has left in shared memory, where that is newer than a checkpoint."""
     run_id: int | None = None
     """Number of the run whose checkpoint it goes on from; None: it is a new run."""
     notes: tuple[str, ...] = ()
-    """Sentences for the user, which the caller prints."""
+    """Sentences for the user."""
+    lost_owner: str | None = None
+    """For `FolderOwner`."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run goes on; else it begins."""
+        return self.take_over or self.run_id is not None
 
 
 def how_to_start(config: Config) -> Start:
@@ -65,11 +71,11 @@ def how_to_start(config: Config) -> Start:
         RunDirectoryError: a living process has a run of this name.
     """
     folder, name, resume = Path(config.run.dir), config.run.name, config.run.resume
-    # The folder of actors alone, which a relay fills, is nothing to go on from.
-    is_left = find_run(name) is not None and (find_learner(name) is not None or find_output(name) is not None)
-    left = find_run(name, output=folder.resolve())
-    if not holds_run(folder):
-        return _without_folder(config, is_left)
+    found = find_run(name)
+    found = found if found is not None and found.is_of_learner else None
+    if not _holds_run(folder):
+        return _without_folder(config, found)
+    left = found if found is not None and found.output == str(folder.resolve()) else None
     where = f"run.dir={folder} holds a run already"
     trained = folder / "policy"
     onward = f" (model.path={trained} goes on from its policy)" if model_directory(str(trained)) else ""
@@ -77,9 +83,8 @@ def how_to_start(config: Config) -> Start:
     if resume is False:
         raise ConfigError(f"{where}, and two would be mixed: {anew}, or leave run.resume=false out to go on with it")
     notes = []
-    if is_left and left is None:
-        output = find_output(name) or "unknown"
-        notes.append(f"{_removed(name)}: it is of run.dir={output}, and another run.name would have kept it")
+    if found is not None and left is None:
+        notes.append(_removed_of_another(name, found))
     stale = "" if left is None else _stale(config, folder, left)
     # Before shared memory is discarded the checkpoint must be whole; else the learner looks at its files.
     checkpoint, passed_over = newest_whole(folder, verifies=bool(stale))
@@ -107,7 +112,7 @@ def how_to_start(config: Config) -> Start:
         way = "" if is_fatal else ", or set run.resume=true to go on so"
         raise ConfigError(f"{where}, with {key}={before} and not {now}{others}: {anew}, or put it back{way}")
     if left is not None:
-        _check_sizes(config, differing, checkpoint)
+        _check_sizes(config, left, checkpoint)
     if left is None and checkpoint is not None and (limit := _finished(config, checkpoint)):
         raise ConfigError(f"{where}, which has finished at update {checkpoint.update}: raise {limit}, or {anew}")
     if changed := [found for found in differing if found[0] not in _OF_THE_COMMAND]:
@@ -121,38 +126,66 @@ def how_to_start(config: Config) -> Start:
 def can_go_on(config: Config) -> bool:
     """Return whether the same command would go on with a run that has been stopped."""
     try:
-        start = how_to_start(config)
+        return how_to_start(config).goes_on
     except (ConfigError, RunDirectoryError):
         return False
-    return start.take_over or start.run_id is not None
+
+
+def begin(config: Config, say: Callable[[str], object]) -> Start:
+    """Decide on the start of a run, and write the settings of one that begins.
+
+    Args:
+        say: takes sentences for the user.
+
+    Raises:
+        ConfigError: two runs would be mixed, a learner has the folder, or it cannot be written to.
+        RunDirectoryError: another learner of this run is alive.
+    """
+    lost = wait_for_owner(Path(config.run.dir), say, RUN_FIX)
+    start = how_to_start(config)
+    for note in start.notes:
+        say(note)
+    if not start.goes_on:  # else its learner does, once it has accepted them
+        keep_settings(config)
+    return replace(start, lost_owner=lost)
 
 
 def check_folder(config: Config) -> Start:
-    """How a learner that was started by hand begins.
-
-    Raises ConfigError where it would mix two runs, and RunDirectoryError where another learner of this run is alive:
-    before anything in its folder changes.
-    """
+    """Return the start of a learner, see `begin`. A supervisor, or rank 0, has decided on it for others."""
     if SUPERVISED in os.environ or os.environ.get("RANK", "0") != "0":
-        return Start()
-    wait_for_owner(Path(config.run.dir), lambda text: print(f"learner: {text}", flush=True), RUN_FIX)
-    start = how_to_start(config)
-    for note in start.notes:
-        print(f"learner: {note}", flush=True)
-    return start
+        return Start(lost_owner=os.environ.get(LOST_OWNER))
+    return begin(config, lambda text: print(f"learner: {text}", flush=True))
 
 
-def _without_folder(config: Config, is_left: bool) -> Start:
-    """How a run starts whose folder on the disk holds none. is_left: whether there is one in shared memory."""
-    if config.run.resume is not True:
-        removed = f"{_removed(config.run.name)}: run.resume=true would have gone on with it"
-        return Start(notes=(removed,) if is_left else ())
-    if not is_left:
-        raise ConfigError(_nothing_left(config))
-    if reason := _of_other_ranks(config):
+def _holds_run(folder: Path) -> bool:
+    """Return whether a run has written into the folder. Raises ConfigError where this user may not look."""
+    try:
+        return holds_run(folder)
+    except OSError as error:
         raise ConfigError(
-            f"run.resume=true: {reason}, and {config.run.dir} has no checkpoint: put learner.num_ranks back"
+            f"run.dir={folder} cannot be read ({error.strerror}): name another folder, or let this user enter it"
+        ) from None
+
+
+def _without_folder(config: Config, left: Left | None) -> Start:
+    """Decide on the start of a run whose folder on the disk holds none. left: what shared memory has of its name."""
+    run, place = config.run, run_path(config.run.name)
+    is_own = left is not None and left.output in (None, str(Path(run.dir).resolve()))
+    if run.resume is not True:
+        if left is None:
+            return Start()
+        own = f"{_removed(run.name)}: run.resume=true would have gone on with it"
+        return Start(notes=(own if is_own else _removed_of_another(run.name, left),))
+    if left is None:
+        raise ConfigError(_nothing_left(config))
+    if not is_own:
+        raise ConfigError(
+            f"run.resume=true: what lies in {place} is of run.dir={left.output}, and not {run.dir}: set run.dir to the "
+            "former to go on with it, or another run.name"
         )
+    if reason := _of_other_ranks(config, left):
+        raise ConfigError(f"run.resume=true: {reason}, and {run.dir} has no checkpoint: put learner.num_ranks back")
+    _check_sizes(config, left, None)
     return Start(take_over=True)
 
 
@@ -160,38 +193,44 @@ def _removed(name: str) -> str:
     return f"what an earlier learner of run {name!r} left in shared memory is removed, and its actors are told to end"
 
 
-def _check_sizes(config: Config, differing: Sequence[tuple[str, object, object]], checkpoint: Manifest | None) -> None:
+def _removed_of_another(name: str, left: Left) -> str:
+    output = left.output or "unknown"
+    return f"{_removed(name)}: it is of run.dir={output}, and another run.name would have kept it"
+
+
+def _check_sizes(config: Config, left: Left, checkpoint: Manifest | None) -> None:
     """Raise ConfigError where what is left of the run in shared memory has other sizes than these settings."""
-    for key, before, now in differing:
-        if key in _OF_MEMORY:
+    settings = dict(leaves(config))
+    for key, before in settings_of(left.run.replay_path()).items():
+        if settings[key] != before:
             way = "" if checkpoint is None else f", or remove that folder to go on from {checkpoint.path.name}"
             raise ConfigError(
-                f"{key}={written(now)}: the run in run.dir={config.run.dir} goes on from {run_path(config.run.name)}, "
-                f"which was left with {key}={written(before)}: put this value back{way}"
+                f"{key}={settings[key]}: the run in run.dir={config.run.dir} goes on from {run_path(config.run.name)}, "
+                f"which was left with {key}={before}: put this value back{way}"
             )
 
 
-def _stale(config: Config, folder: Path, left: int) -> str:
-    """Why a run cannot go on from what is left of it in shared memory; empty where it can. left: run id there."""
+def _stale(config: Config, folder: Path, left: Left) -> str:
+    """Return the reason why a run cannot go on from what is left of it in shared memory; empty where it can."""
     newest, _ = newest_whole(folder, verifies=False)
-    if newest is not None and newest.run_id != left:
+    if newest is not None and newest.run_id != left.run.run_id:
         return f"what lies in {shared_memory()} is of another run"
-    learner, life = find_learner(config.run.name), VersionMark(folder / FOLDER).life
-    if learner is not None and life is not None and learner[0] != life:
+    life = VersionMark(folder / FOLDER).life
+    if left.life is not None and life is not None and left.life != life:
         return f"the run has gone on elsewhere since it left what lies in {shared_memory()}"
-    return _of_other_ranks(config)
+    return _of_other_ranks(config, left)
 
 
-def _of_other_ranks(config: Config) -> str:
-    """Whether tickets in shared memory are of another number of ranks, as a sentence; empty where they are not."""
-    learner, num_ranks = find_learner(config.run.name), config.learner.num_ranks
-    if learner is None or learner[1] == num_ranks:
+def _of_other_ranks(config: Config, left: Left) -> str:
+    """Return a sentence where tickets in shared memory are of another number of ranks; empty where they are not."""
+    num_ranks = config.learner.num_ranks
+    if left.num_ranks in (None, num_ranks):
         return ""
-    return f"what lies in {shared_memory()} is of learner.num_ranks={learner[1]}, and not {num_ranks}"
+    return f"what lies in {shared_memory()} is of learner.num_ranks={left.num_ranks}, and not {num_ranks}"
 
 
 def _nothing_left(config: Config) -> str:
-    """Why a run cannot be resumed."""
+    """Return the reason why a run cannot be resumed."""
     folder = Path(config.run.dir)
     trained = folder / "policy"
     onward = f", or train its policy further with model.path={trained} and another run.name" if trained.is_dir() else ""

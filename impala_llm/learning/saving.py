@@ -95,8 +95,11 @@ class Saving:
         self._is_changed = False
         """Whether weights have changed since the last update that is over."""
         self._saved_at = time.monotonic()
-        self._saved = None if origin is None else (origin.manifest.update, origin.manifest.version)
-        """Update and version of the last checkpoint."""
+        self._saved: Moment | None = None
+        """Of the last checkpoint."""
+        if origin is not None:
+            saved = origin.manifest
+            self._saved = Moment(saved.update, saved.version, 60 * saved.minutes_used, saved.patience)
 
     # --- an update
 
@@ -110,7 +113,8 @@ class Saving:
         self._checkpointer.wait_until_copied()
 
     def end_update(self) -> None:
-        """Note that an update is over, and have shared memory outlive the run until what was learned is saved."""
+        """Note that an update is over. Shared memory holds its work, and stays at the end of the run unless that work
+        is saved."""
         self._before, self._is_changed = None, False
         if self._parts.ranks.is_main:
             self._parts.endpoint.run_dir.keep()
@@ -161,33 +165,36 @@ class Saving:
                 name = name_of(moment.update)
                 _say_failure(f"checkpoint {name} has no {POLICY}/, but the run can go on from it", error)
         if self._checkpointer.save(self._state(tickets, moment)):
-            self._saved_at, self._saved = time.monotonic(), (moment.update, moment.version)
+            self._saved_at, self._saved = time.monotonic(), moment
 
     def save_last(self, moment: Moment) -> bool:
         """Write the last checkpoint, of the last update that is over, and return once it is on the disk. All ranks call
         it, since one that has failed on any of them is written again by all.
 
         Returns:
-            Whether it is there, or checkpoints are off.
+            Whether it is there. Where checkpoints are off: whether no older one is there, with which a later learner
+            would go on from earlier work.
         """
         if not self._checkpointer.is_on:
-            return True
+            return self._saved is None or self._saved.update == moment.update
         if self._is_changed or moment.update == 0:
             return False
         ranks, is_there = self._parts.ranks, self._checkpointer.wait()
-        is_missing = self._saved is None or self._saved[0] != moment.update or self._checkpointer.has_failed
+        saved = None if self._saved is None else (self._saved.update, self._saved.patience)
+        is_missing = saved != (moment.update, moment.patience) or self._checkpointer.has_failed
         if ranks.sum([float(is_missing)], of_processes=True)[0]:
             if ranks.is_main:
                 self._checkpointer.remove_parts()
             ranks.barrier()
             self.save(self.tickets(moment.version), moment)
             is_there = self._checkpointer.wait()
-        if is_there and ranks.is_main and self._saved == (moment.update, moment.version):
-            self._checkpointer.versions.end(moment.version)
-        if self._saved is None or self._saved[0] != moment.update or self._checkpointer.has_failed:
+        if self._saved is None or self._saved.update != moment.update or self._checkpointer.has_failed:
             return False
-        if ranks.is_main:  # no checkpoint comes after it
-            self._checkpointer.mark_best_if_wanted(name_of(moment.update), self._saved[1])
+        if ranks.is_main:
+            if is_there and self._saved.version == moment.version:
+                self._checkpointer.versions.end(moment.version)
+            # No checkpoint comes after it.
+            self._checkpointer.mark_best_if_wanted(name_of(moment.update), self._saved.version)
         return True
 
     def save_at_end(self, run_folder: Path, moment: Moment, ends_together: bool) -> bool:

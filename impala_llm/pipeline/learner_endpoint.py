@@ -14,6 +14,7 @@ from impala_llm.hosts import rank_endpoint
 from impala_llm.pipeline.network.keys import LearnerKeys, load_learner_keys
 from impala_llm.pipeline.shm.journal import Journal
 from impala_llm.pipeline.shm.run_directory import RunDirectory
+from impala_llm.pipeline.shm.store_header import sizes
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.curriculum import Curriculum
 from impala_llm.pipeline.tickets.journal_rows import Row
@@ -210,10 +211,7 @@ class LearnerEndpoint:
                 self._receiver.shutdown()
 
     def _store(self) -> TrajectoryStore:
-        replay = self._config.replay
-        # More than the buffer's own capacity: open groups, trajectories queued for it, headers and gaps.
-        num_bytes = (replay.capacity_mb * 5 // 4 + 64) << 20
-        return TrajectoryStore(self.run_dir.replay_path(self._rank), num_bytes, 4 * replay.capacity)
+        return TrajectoryStore(self.run_dir.replay_path(self._rank), *sizes(self._config.replay))
 
     def _keys(self) -> LearnerKeys | None:
         folder = self._config.pipeline.keys

@@ -1,7 +1,7 @@
 """One learner at a time in a run's folder: who is refused, who waits, and who has to go."""
 
-import errno
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -24,7 +24,7 @@ DEADLINE_S = 20.0
 def wait(folder: Path) -> list[str]:
     """Messages while another learner is waited for."""
     said: list[str] = []
-    wait_for_owner(folder, said.append, "end it first, or set another run.dir", SILENCE_S, BEAT_S)
+    wait_for_owner(folder, said.append, "end it first, or set another run.dir", SILENCE_S)
     return said
 
 
@@ -75,7 +75,7 @@ def test_a_living_learner_of_this_host_is_named_at_once(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="is in use: process .* end it first, or set another run.dir"):
             wait(tmp_path)
         owner.check()
-    assert wait(tmp_path) == [] and not (tmp_path / FILE).exists()
+    assert wait(tmp_path) == []
 
 
 @on_linux
@@ -150,18 +150,73 @@ def test_a_folder_that_was_taken_since_the_last_beat_is_noticed_and_left_alone(t
         of_another_host(tmp_path, 0)
         with pytest.raises(FolderTaken, match="process 12 on node-7 has gone on with the run"):
             owner.look()
+    (tmp_path / FILE).unlink()
     with FolderOwner(tmp_path, beat_s=1000.0):
         of_another_host(tmp_path, 0)
     assert json.loads((tmp_path / FILE).read_text())["id"] == "other"
 
 
-def test_a_folder_that_has_become_read_only_does_not_replace_the_exit_code_of_a_learner(
+def test_a_learner_that_was_frozen_ends_where_another_has_gone_on_and_has_ended_since(tmp_path: Path) -> None:
+    with FolderOwner(tmp_path, beat_s=1000.0) as frozen:
+        with FolderOwner(tmp_path, beat_s=1000.0):
+            pass
+        assert wait(tmp_path) == []
+        assert frozen.is_taken()
+        with pytest.raises(FolderTaken, match="has gone on with the run"):
+            frozen.look()
+    assert wait(tmp_path) == []
+
+
+def test_a_learner_that_was_frozen_looks_at_the_folder_before_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
+    now = time.monotonic
+    with FolderOwner(tmp_path, beat_s=1000.0) as owner:
+        of_another_host(tmp_path, 0)
+        owner.check()
+        monkeypatch.setattr(time, "monotonic", lambda: now() + 3000.0)
+        with pytest.raises(FolderTaken):
+            owner.check()
 
-    with pytest.raises(SystemExit) as ended, FolderOwner(tmp_path, beat_s=BEAT_S):
-        monkeypatch.setattr(Path, "unlink", refuse)
+
+def test_a_learner_of_another_host_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+    note(tmp_path, ELSEWHERE | {"beats": 7, "over": True})
+    assert wait(tmp_path) == []
+    with FolderOwner(tmp_path, silence_s=1000.0) as owner:
+        owner.look()
+
+
+def test_a_learner_that_is_started_again_leaves_the_folder_to_one_that_has_gone_on(tmp_path: Path) -> None:
+    released: list[bool] = []
+    owner = FolderOwner(tmp_path, beat_s=BEAT_S, silence_s=DEADLINE_S)
+    owner.on_taken = lambda: released.append(True)
+    with beating(tmp_path), pytest.raises(FolderTaken, match="process 12 on node-7 has gone on with the run"):
+        owner.__enter__()
+    assert released and json.loads((tmp_path / FILE).read_text())["id"] == "other"
+
+
+def test_a_learner_that_is_started_again_on_its_host_takes_its_folder_at_once(tmp_path: Path) -> None:
+    with FolderOwner(tmp_path, beat_s=1000.0):
+        killed = json.loads((tmp_path / FILE).read_text())
+    note(tmp_path, killed)
+    with FolderOwner(tmp_path, silence_s=1000.0) as owner:
+        owner.look()
+
+
+def test_a_lost_host_is_waited_for_once(tmp_path: Path) -> None:
+    of_another_host(tmp_path, 5)
+    lost = wait_for_owner(tmp_path, lambda _said: None, "end it first", SILENCE_S)
+    with FolderOwner(tmp_path, lost=lost, silence_s=1000.0) as owner:
+        owner.look()
+    of_another_host(tmp_path, 5)
+    with FolderOwner(tmp_path, silence_s=SILENCE_S) as owner:
+        owner.look()
+
+
+def test_a_folder_that_cannot_be_written_to_does_not_replace_the_exit_code_of_a_learner(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with pytest.raises(SystemExit) as ended, FolderOwner(folder, beat_s=BEAT_S):
+        shutil.rmtree(folder)
         sys.exit(4)
     assert ended.value.code == 4

@@ -66,3 +66,17 @@ def test_a_policy_that_cannot_take_the_place_of_another_leaves_it(tmp_path: Path
     with pytest.raises(OSError):
         replace_folder(tmp_path / "missing", target)
     assert (target / "config.json").read_text() == "old"
+
+
+def test_a_link_to_a_policy_gives_way_to_each_later_one_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    elsewhere = folder_with(tmp_path / "elsewhere", "old")
+    target = tmp_path / "policy"
+    target.symlink_to(elsewhere)
+    for content in ("first", "second"):
+        replace_folder(folder_with(tmp_path / "new", content), target)
+        assert (target / "config.json").read_text() == content
+    assert (elsewhere / "config.json").read_text() == "old"
+    (tmp_path / "policy-best.replaced").symlink_to(elsewhere)
+    folder_with(tmp_path / "policy-best", "best")
+    put_policies_back(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"elsewhere", "policy", "policy-best"}

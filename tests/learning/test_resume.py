@@ -15,6 +15,10 @@ from impala_llm.kept_settings import keep_settings
 from impala_llm.learning.checkpoint_files import Manifest, VersionMark, manifest_bytes, name_of
 from impala_llm.learning.resume import Start, can_go_on, how_to_start
 from impala_llm.pipeline.shm.run_directory import RunDirectory, RunDirectoryError, find_run, remove_run_dir
+from impala_llm.pipeline.shm.store_header import sizes
+from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
+from impala_llm.preflight import check_training
+from impala_llm.settings import ReplayConfig
 
 
 @pytest.fixture
@@ -46,14 +50,21 @@ def name_of_run(settings: list[str]) -> str:
 
 
 def leave_in_memory(
-    settings: list[str], output: Path, life: int | None = None, num_ranks: int = 1, run_id: int = 77
+    settings: list[str],
+    output: Path,
+    life: int | None = None,
+    num_ranks: int = 1,
+    run_id: int = 77,
+    replay: ReplayConfig | None = None,
 ) -> None:
-    """Leave in shared memory what a dead learner leaves. life: None: of an earlier release."""
+    """Leave in shared memory what a dead learner leaves. life: None: of an earlier release. replay: None: no store."""
     with RunDirectory.create(name_of_run(settings), run_id=run_id, output=output.resolve()) as run:
         if life is not None:
             run.note_learner(life, num_ranks)
+        if replay is not None:
+            TrajectoryStore(run.replay_path(), *sizes(replay))
         run.keep()
-    assert find_run(name_of_run(settings)) == run.run_id
+    assert find_run(name_of_run(settings)).run.run_id == run.run_id
 
 
 def refusal(settings: list[str], *others: str) -> str:
@@ -118,12 +129,18 @@ def test_another_number_of_ranks_goes_on_from_the_checkpoint_and_not_from_memory
 
 
 def test_what_a_run_with_another_folder_left_in_memory_is_not(settings: list[str], tmp_path: Path) -> None:
-    make_run(settings, 20)
+    other = f"it is of run.dir={tmp_path.resolve()}/other"
     leave_in_memory(settings, tmp_path / "other")
+    assert f"is of run.dir={tmp_path.resolve()}/other, and not {tmp_path}/run: set" in refusal(
+        settings, "run.resume=true"
+    )
+    [removed] = how_to_start(load(settings)).notes
+    assert f"is removed, and its actors are told to end: {other}" in removed
+    make_run(settings, 20)
     start = how_to_start(load(settings))
     assert (start.take_over, start.run_id) == (False, 77)
     [removed] = start.notes
-    assert f"is removed, and its actors are told to end: it is of run.dir={tmp_path.resolve()}/other" in removed
+    assert f"is removed, and its actors are told to end: {other}" in removed
 
 
 def test_what_actors_of_another_host_left_in_memory_is_not(settings: list[str]) -> None:
@@ -156,6 +173,29 @@ def test_a_folder_without_checkpoint_is_refused(settings: list[str]) -> None:
     make_run(settings, None)
     assert "holds a run already, without a checkpoint to go on from: set another run.name" in refusal(settings)
     assert "nor a checkpoint in" in refusal(settings, "run.resume=true")
+
+
+@pytest.fixture
+def forbidden(tmp_path: Path) -> Iterator[Path]:
+    """A folder that this user may not enter."""
+    folder = tmp_path / "private"
+    folder.mkdir()
+    folder.chmod(0)
+    if is_root := os.geteuid() == 0:
+        os.seteuid(65534)
+    try:
+        yield folder
+    finally:
+        if is_root:
+            os.seteuid(0)
+        folder.chmod(0o700)
+
+
+def test_a_folder_that_this_user_may_not_enter_is_named(forbidden: Path) -> None:
+    config = load(["experiment=toy", f"run.name=test-{uuid.uuid4().hex[:12]}", f"run.dir={forbidden}/run"])
+    for look in (how_to_start, check_training):
+        with pytest.raises(ConfigError, match=f"run.dir={forbidden}/run cannot be .*Permission denied.*name another"):
+            look(config)
 
 
 def test_two_runs_are_never_mixed(settings: list[str]) -> None:
@@ -279,13 +319,18 @@ def test_sizes_of_what_is_left_in_memory_change_only_with_what_is_on_the_disk(ke
     assert how_to_start(load([*settings, f"{key}=200"])) == Start(
         take_over=False, run_id=77, notes=(f"going on with {key}=200, before 100",)
     )
-    leave_in_memory(settings, folder)
-    assert how_to_start(load([*settings, f"{key}=100"])).take_over
+    leave_in_memory(settings, folder, replay=load([*settings, f"{key}=100"]).replay)
+    (folder / "config.yaml").unlink()
+    assert how_to_start(load([*settings, f"{key}=100", "run.resume=true"])).take_over
     said = refusal(settings, f"{key}=200", "run.resume=true")
     left = f"/dev/shm/impala_llm-{os.getuid()}-{name_of_run(settings)}"
     assert said.startswith(f"{key}=200: ") and f"{left}, which was left with {key}=100: put this value back, " in said
     assert said.endswith("or remove that folder to go on from update-000020")
+    shutil.rmtree(folder)
+    said = refusal(settings, f"{key}=200", "run.resume=true")
+    assert said.endswith(f"which was left with {key}=100: put this value back")
     shutil.rmtree(left)
+    make_run(settings, 20, f"{key}=100")
     assert how_to_start(load([*settings, f"{key}=200"])).run_id == 77
 
 

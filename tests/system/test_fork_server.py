@@ -1,7 +1,9 @@
 """Processes that a fork server starts are as those that start by themselves."""
 
+import gc
 import os
 import signal
+import subprocess
 import sys
 import time
 import uuid
@@ -94,6 +96,27 @@ def test_all_end_with_their_server_and_another_one_starts_the_next(server: ForkS
     wait_for(lambda: has_started(second))
     server.close()
     assert second.poll() == -signal.SIGKILL
+
+
+def test_a_request_that_a_dead_server_has_not_read_leaves_no_error_behind(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
+    first = start(server, tmp_path / "log")
+    wait_for(lambda: has_started(first))
+    forker = psutil.Process(first.pid).parent()
+    assert forker is not None
+    forker.kill()
+    assert first.wait() == -signal.SIGKILL
+    with monkeypatch.context() as unseen:
+        unseen.setattr(subprocess.Popen, "poll", lambda _process: None)
+        lost = start(server, tmp_path / "log")
+    last = start(server, tmp_path / "log")
+    wait_for(lambda: has_started(last))
+    assert lost.poll() == -signal.SIGKILL
+    gc.collect()
+    assert errors == []
 
 
 def test_what_is_told_to_end_before_it_is_forked_does_not_stay(server: ForkServer, tmp_path: Path) -> None:

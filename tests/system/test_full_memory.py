@@ -14,7 +14,8 @@ RUN = """
 import sys
 from pathlib import Path
 import numpy as np
-from impala_llm.pipeline.shm.run_directory import RunDirectory, find_learner
+from impala_llm.pipeline.shm.owned_directory import read_file
+from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader, WeightsError
 
 base = Path(sys.argv[1])
@@ -101,7 +102,7 @@ def test_a_learner_that_is_started_again_finds_all_that_it_writes(small: list[st
         "    publisher = WeightPublisher(run.weights_path, 3, files)\n"
         "    publisher.reserve(make(0))\n"
         "    publish(publisher, version)\n"
-        "assert find_learner('run', base) == (1, 2)\n",
+        "assert read_file(run.path, 'learner.json') == {'life': 1, 'num_ranks': 2}\n",
     )
 
 

@@ -74,16 +74,18 @@ def user_id(frame: zmq.Frame) -> str | None:
 class _Handshakes:
     """Connections of a socket whose handshake may still be under way.
 
-    Events do not tell whose handshake succeeded or failed. With one under way it is that one; with several it is known
-    how many of them are done, and that a connection that ends at once was not among those.
+    An event does not name the connection whose handshake succeeded or failed. With one connection under way it is that
+    one. With several, only their number is counted; a connection that ends without such an event was never done.
 
     Attributes:
-        pending: file descriptors.
-        num_done: how many of them are done.
+        pending: file descriptors of connections whose handshake may be under way.
+        num_done: number of handshakes among them that have succeeded, or failed with an event.
+        shut_down: file descriptors of connections that the authenticator has ended, and libzmq has not reported yet.
     """
 
     pending: set[int] = field(default_factory=set)
     num_done: int = 0
+    shut_down: set[int] = field(default_factory=set)
 
     def began(self, descriptor: int) -> None:
         self.pending.add(descriptor)
@@ -115,7 +117,7 @@ class ZapAuthenticator:
         keys: of the learner. Its authorised folder is read for each handshake, so keys may come and go meanwhile.
 
     Raises:
-        zmq.ZMQError: the context has a authenticator already.
+        zmq.ZMQError: the context has an authenticator already.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: LearnerKeys) -> None:
@@ -184,7 +186,7 @@ class ZapAuthenticator:
         poller.register(self._wake_read, zmq.POLLIN)
         poller.register(self._zap, zmq.POLLIN)
         try:
-            # A monitor is read until libzmq has ended it: it waits for ever on one that nobody reads.
+            # Each monitor is read until libzmq has ended it: libzmq waits for ever on a monitor that nobody reads.
             while not self._closing or watched or self._arriving:
                 ready = dict(poller.poll())
                 if self._wake_read in ready:
@@ -235,8 +237,11 @@ class ZapAuthenticator:
             case zmq.Event.MONITOR_STOPPED:
                 return False
             case zmq.Event.ACCEPTED:
-                handshakes.began(event["value"])
-                if _is_scarce(event["value"]):
+                if not _is_scarce(event["value"]):
+                    handshakes.began(event["value"])
+                else:
+                    self._num_refused += 1
+                    handshakes.shut_down.add(event["value"])
                     self._warnings.log(
                         "a connection was ended at once",
                         f"at {place}: three quarters of the open files that this process may have are open: raise "
@@ -248,6 +253,10 @@ class ZapAuthenticator:
             case zmq.Event.HANDSHAKE_FAILED_AUTH:
                 handshakes.done()
                 self._num_refused += 1  # `_answer` has said who it was
+            case zmq.Event.HANDSHAKE_FAILED_NO_DETAIL if handshakes.shut_down:
+                pass  # it is of such a connection, or DISCONNECTED reports it
+            case zmq.Event.DISCONNECTED if event["value"] in handshakes.shut_down:
+                handshakes.shut_down.remove(event["value"])
             case zmq.Event.DISCONNECTED:
                 if handshakes.ended_without(event["value"]):
                     self._refused_at(place, _NOT_ZMTP)
@@ -261,11 +270,12 @@ class ZapAuthenticator:
         self._warnings.log("a connection was refused", f"at {place}: {why}")
 
     def _shut_down(self, descriptor: int, place: str) -> None:
-        """Shut down a connection to a TCP endpoint; libzmq then closes it. Nothing is done where the descriptor is of
-        something else by now.
+        """Shut down a connection to a TCP endpoint; libzmq then closes it. Nothing is done where libzmq has closed the
+        connection meanwhile, and its descriptor belongs to another file.
         """
-        # A duplicate stays what it is while it is looked at, and one in the place of a spare needs no free descriptor.
-        with contextlib.suppress(OSError, IndexError):  # it is closed, or what is no TCP socket has no port
+        # The duplicate keeps its file open while its port is compared. It takes the number of the spare descriptor,
+        # since no other may be free.
+        with contextlib.suppress(OSError, IndexError):  # the descriptor is closed, or of a file without a port
             os.dup2(descriptor, self._spare, inheritable=False)
             connection = system.socket(system.AF_INET, system.SOCK_STREAM, fileno=self._spare)
             try:

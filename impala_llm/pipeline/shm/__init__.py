@@ -5,5 +5,5 @@ From outside: `run_directory.RunDirectory`, `ring` (an actor's arena), `trajecto
 
 - records: record_layout (words of a header, by name), record_kernels (compiled checks), copy_kernels (copies with
   checksums)
-- files: owned_directory (one owner, its lock, its end), file_lock, reserved_file
+- files: owned_directory (one owner, its lock, its end), file_lock, reserved_file, store_header (sizes of a store)
 """

@@ -15,7 +15,7 @@ Layout, below `/dev/shm/impala_llm-<uid>-<run name>/` (mode 0700):
     <run id>/<actor id>.arena       the arena of an actor
     <run id>/weights/               the weight board
     <run id>/kept/                  the weight board of versions that only a restarted learner reads
-    <run id>/unsaved                there while no disk has all that the run has learned, see `RunDirectory.keep`
+    <run id>/unsaved                there while the disk does not have all work of the run, see `RunDirectory.keep`
     <run id>/learner.json           life and number of ranks of its learner, see `RunDirectory.note_learner`
     <run id>/clock                  two float64: the time at which the run would have begun to train without
                                     interruption (not a number: it has not begun), and seconds for which it has trained
@@ -33,6 +33,7 @@ import secrets
 import struct
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from impala_llm.pipeline.shm.file_lock import FileLock
@@ -271,7 +272,7 @@ class RunDirectory:
         overwrite(self._clock, _CLOCK.pack(began_at, used_s))
 
     def note_learner(self, life: int, num_ranks: int) -> None:
-        """Note whose tickets and versions lie here, for `find_learner`. Writes nothing that is noted already.
+        """Note whose tickets and versions lie here, for `find_run`. Writes nothing that is noted already.
 
         Args:
             life: how many times the run has gone on from a checkpoint alone, on any host.
@@ -303,14 +304,14 @@ class RunDirectory:
         return self.path / "unsaved"
 
     def keep(self) -> None:
-        """Have each owner leave the directory at its end, as a killed one would: it holds what no disk has.
+        """Have each owner leave the directory at its end, until `release`: it holds work that the disk does not have.
 
-        That lasts until `release`. The next owner resumes the run, or removes it, see `create`.
+        The next owner resumes the run, or removes it, see `create`.
         """
         self._unsaved.touch()
 
     def release(self) -> None:
-        """Have the owner remove the directory at its end after all."""
+        """Have the owner remove the directory at its end, since the work of the run is saved or no longer wanted."""
         self._unsaved.unlink(missing_ok=True)
 
     def remove(self) -> None:
@@ -324,7 +325,7 @@ class RunDirectory:
         if self._lock.is_open:  # not in a forked process
             if self._unsaved.exists():
                 _log.warning(
-                    "%s stays in memory, since no disk has all that its run has learned: the same command with "
+                    "%s stays in memory, since it holds work of the run that is on no disk: the same command with "
                     "run.resume=true goes on with it",
                     self._root,
                 )
@@ -341,15 +342,31 @@ class RunDirectory:
             self.remove()
 
 
-def find_run(run_name: str, base: Path | None = None, output: Path | None = None) -> int | None:
+@dataclass(frozen=True)
+class Left:
+    """What a dead owner has left under the name of a run."""
+
+    run: RunDirectory
+    output: str | None
+    """Folder of the run on disk; None: it is not known, or the owner had actors alone."""
+    life: int | None
+    num_ranks: int | None
+    """What the learner has noted with `RunDirectory.note_learner`; None: nothing."""
+
+    @property
+    def is_of_learner(self) -> bool:
+        """Whether a learner has used it, and not actors alone, whose weights a relay brought."""
+        return self.output is not None or self.life is not None
+
+
+def find_run(run_name: str, base: Path | None = None) -> Left | None:
     """Find the run that a dead owner has left under this name.
 
     Args:
         run_name, base: as for `RunDirectory.create`.
-        output: only one with this folder on disk counts; None: any does.
 
     Returns:
-        Its run id; None where there is none.
+        None where there is none.
 
     Raises:
         RunDirectoryError: its owner lives, or it belongs to another user.
@@ -357,36 +374,12 @@ def find_run(run_name: str, base: Path | None = None, output: Path | None = None
     root = run_path(run_name, base)
     if has_owner(root):
         raise in_use(root, run_name)
-    if output is not None and read_file(root).get("output") != str(output):
-        return None
-    return read_run_id(root)
-
-
-def find_output(run_name: str, base: Path | None = None) -> str | None:
-    """Read the folder on disk of the run that a dead owner has left; None where there is none, as of actors alone.
-
-    Args:
-        run_name, base: as for `RunDirectory.create`.
-    """
-    output = read_file(run_path(run_name, base)).get("output")
-    return output if isinstance(output, str) else None
-
-
-def find_learner(run_name: str, base: Path | None = None) -> tuple[int, int] | None:
-    """Read what a dead owner's learner has noted with `RunDirectory.note_learner`: its life and its number of ranks.
-
-    Args:
-        run_name, base: as for `RunDirectory.create`.
-
-    Returns:
-        None where it has noted nothing.
-    """
-    root = run_path(run_name, base)
     if (run_id := read_run_id(root)) is None:
         return None
-    values = read_file(RunDirectory(root, run_id).path, _LEARNER_FILE)
-    life, num_ranks = values.get("life"), values.get("num_ranks")
-    return (life, num_ranks) if isinstance(life, int) and isinstance(num_ranks, int) else None
+    run, output = RunDirectory(root, run_id), read_file(root).get("output")
+    noted = read_file(run.path, _LEARNER_FILE)
+    life, num_ranks = (value if isinstance(value := noted.get(key), int) else None for key in ("life", "num_ranks"))
+    return Left(run, output if isinstance(output, str) else None, life, num_ranks)
 
 
 def left_bytes(run_name: str, base: Path | None = None, suffix: str = "") -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -36,12 +35,10 @@ from impala_llm.pipeline.shm.record import (
 )
 from impala_llm.pipeline.shm.record_layout import INTEGERS, NUM_TOKENS, NUM_TURNS, PLACES, TICKET_ID, UNROLL_INDEX
 from impala_llm.pipeline.shm.ring import ArenaError, map_new_file, populate
+from impala_llm.pipeline.shm.store_header import FORMAT, HEADER, MAGIC
 from impala_llm.trajectory import ARRAY_FIELDS, DeferredTrajectory, Trajectory, block_views, unroll_id
 
 _log = logging.getLogger(__name__)
-_MAGIC = b"ILLMKEEP"
-_FORMAT = 1
-_HEADER = struct.Struct("<8sQQQ")  # magic, format, max_records, capacity in bytes
 _HEADER_BYTES = 4096
 _UNIT = 8
 _FREE, _COMMITTED, _ENDED = 0, 1, 2
@@ -116,12 +113,12 @@ class TrajectoryStore:
         self._num_words = capacity // 8 // _UNIT * _UNIT
         index_bytes = -(-8 * _ROW_WORDS * max_records // mmap.PAGESIZE) * mmap.PAGESIZE
         self._begin = _HEADER_BYTES + index_bytes
-        header = _HEADER.pack(_MAGIC, _FORMAT, max_records, 8 * self._num_words)
+        header = HEADER.pack(MAGIC, FORMAT, max_records, 8 * self._num_words)
         found = _open_existing(path, self._begin + 8 * self._num_words, header)
         if found is None:
             advice = "Lower replay.capacity_mb or free memory"
             self._map = map_new_file(path, self._begin + 8 * self._num_words, advice)
-            self._map[: _HEADER.size] = header
+            self._map[: HEADER.size] = header
         else:
             self._map = found
         self.words = np.frombuffer(self._map, np.uint64, self._num_words, self._begin)
@@ -442,5 +439,5 @@ def _open_existing(path: Path, num_bytes: int, header: bytes) -> mmap.mmap | Non
         os.close(handle)
     raise ArenaError(
         f"{path} was made with other sizes: put replay.capacity and replay.capacity_mb back, or remove "
-        f"{path.parent.parent} to go on from the newest checkpoint"
+        f"{path.parent.parent}, without which the run goes on from its newest checkpoint, if it has one"
     )

@@ -1,6 +1,7 @@
 """Only authorised keys get through, who does not is counted, and nothing of it ends the server or is left behind."""
 
 import os
+import resource
 import select
 import socket
 import subprocess
@@ -265,6 +266,27 @@ def test_connections_of_strangers_leave_descriptors_to_the_process(folder: Path)
         assert learner.stdout.readline() == "\n", "the learner has ended"
     learner.communicate(timeout=60)
     assert learner.returncode == 0
+
+
+def test_a_connection_that_is_ended_for_want_of_descriptors_is_counted_and_reported_once(
+    server: Server,
+    context: zmq.Context,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with monkeypatch.context() as scarce:
+        scarce.setattr(resource, "getrlimit", lambda _which: (1, 1))
+        with socket.create_connection(server.address) as peer, suppress(OSError):
+            while peer.recv(100):
+                pass
+    talks(server, context, load_actor_keys(folder, "a"), "a")
+    with socket.create_connection(server.address) as peer:
+        peer.sendall(BABBLE["http"])
+    server.has_refused(2)
+    assert server.authenticator.refused == 2
+    first, second = caplog.messages
+    assert "a connection was ended at once" in first and "it does not speak" in second
 
 
 def test_every_refusal_counts_and_few_are_logged(

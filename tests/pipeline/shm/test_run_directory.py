@@ -196,7 +196,7 @@ def test_what_must_be_kept_outlives_all_owners_until_it_is_released(
     with RunDirectory.create("run", tmp_path) as owned:
         (owned.path / "policy").touch()
         RunDirectory.attach("run", tmp_path).keep()
-    assert find_run("run", tmp_path) == owned.run_id
+    assert find_run("run", tmp_path).run.run_id == owned.run_id
     [said] = caplog.messages
     assert f"{owned.path.parent} stays in memory" in said and said.endswith("with run.resume=true goes on with it")
     with RunDirectory.create("run", tmp_path, take_over=True):
