@@ -274,9 +274,7 @@ def named(part: str, metrics: Sequence[MetricValue]) -> list[MetricValue]:
 def _loss_metrics(output: LossOutput) -> list[MetricValue]:
     """Every metric that the loss names."""
     count = float(len(output.per_token))
-    metrics = named("loss", [(name, float(value), count) for name, value in output.metrics.items()])
-    clipped = float(output.metrics["clip_share"]) if "clip_share" in output.metrics else 0.0
-    return [*metrics, ("ratio/pg_clip_share", clipped, count)]
+    return named("loss", [(name, float(value), count) for name, value in output.metrics.items()])
 
 
 @torch.no_grad()
