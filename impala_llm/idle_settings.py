@@ -21,6 +21,8 @@ class Idle(NamedTuple):
     comparison gives the same words to all of its arms, such as samplers, of which one has no use for them."""
 
 
+_Rule = tuple[bool, Sequence[str], Idle]
+"""Whether settings are idle, their keys, and why."""
 # Not those of an engine of the user's own, which may read every setting, or wrap SGLang's.
 _OF_SERVERS = [f"engine.{key}" for key in ("python", "urls", "in_flight", "transfer", "tensor_parallel", "prefix_cache",
                                            "memory_fraction", "server_args", "start_timeout_s",
@@ -37,27 +39,19 @@ _OF_REWARDS = [f"algorithm.{key}" for key in ("normalize_reward", "overlong_toke
 
 def idle_settings(config: Config) -> dict[str, Idle]:
     """Return those of a configuration for `train`, by key; the key of a section stands for all that is in it."""
-    algorithm, engine, learner, replay = config.algorithm, config.engine, config.learner, config.replay
-    usual = LearnerConfig()
+    rules = [*_rules_of_parts(config), *_rules_of_learning(config)]
+    return {key: why for is_idle, keys, why in rules if is_idle for key in keys}
+
+
+def _rules_of_parts(config: Config) -> list[_Rule]:
+    """Of what is learned, where and with which model. Of two that name one setting the later one holds."""
+    engine = config.engine
     of_agents = [f"agent.{key}" for key, _ in leaves(AgentConfig()) if key not in ("name", "command")]
     agent = "agent.command" if config.agent.name is None else "agent.name"
-    no_reward_kl = ", reward_kl_coef=0" if algorithm.credit.learns_from_rewards else ""
-    no_reference = f"with algorithm.kl_coef=0{no_reward_kl} and algorithm.credit={algorithm.credit.name}"
-    # What a fix would be refused with stands in it as well.
-    may_reject = algorithm.credit.problems(replace(algorithm, reject="token")) == algorithm.credit.problems(algorithm)
-    shares = ["learner.sharding=fsdp2"]
-    if learner.token_budget == "auto":
-        shares.append(f"learner.token_budget={usual.token_budget}")
-    if learner.tensor_parallel > 1:
-        shares.append("learner.tensor_parallel=1")
-    of_tokens = algorithm.credit.name == "vtrace" and getattr(algorithm.credit, "granularity", "") == "token"
-    is_used_once = "" if replay.max_replays > 1 else " and replay.max_replays=4"
-    # Of two that name one setting the later one holds.
-    rules: list[tuple[bool, Sequence[str], Idle]] = [
+    return [
         (not config.evaluation.before_and_after, _OF_A_TABLE,
          Idle("without evaluation.before_and_after", "evaluation.before_and_after=true", is_refused=False)),
-        (engine.name == "torch", _OF_SERVERS,
-         Idle("with engine.name=torch", "engine=sglang")),
+        (engine.name == "torch", _OF_SERVERS, Idle("with engine.name=torch", "engine=sglang")),
         (engine.name == "sglang" and engine.urls is not None, _OF_STARTED_SERVERS,
          Idle("with engine.urls, whose servers run already", "engine.urls=null")),
         (engine.name in ("torch", "sglang"), ["engine.options"],
@@ -74,6 +68,29 @@ def idle_settings(config: Config) -> dict[str, Idle]:
         (config.model.device == "cpu", ["model.cuda_products"], Idle("with model.device=cpu", "model.device=auto")),
         (config.model.lora.rank == 0, ["model.lora.alpha", "model.lora.targets"],
          Idle("with model.lora.rank=0, which trains all weights", "model.lora.rank=16")),
+        (config.pipeline.bind is None and config.pipeline.connect is None, ["pipeline.keys"],
+         Idle("without pipeline.bind and pipeline.connect", "pipeline.bind=tcp://0.0.0.0:7400")),
+        (not config.evaluation.inside_run, _OF_EVALUATIONS,
+         Idle("without evaluations inside of the run", "evaluation.every_updates=50")),
+    ]  # fmt: skip
+
+
+def _rules_of_learning(config: Config) -> list[_Rule]:
+    """Of the algorithm, the learner and the replay buffer. What a fix would be refused with stands in it as well."""
+    algorithm, learner, replay = config.algorithm, config.learner, config.replay
+    usual = LearnerConfig()
+    no_reward_kl = ", reward_kl_coef=0" if algorithm.credit.learns_from_rewards else ""
+    no_reference = f"with algorithm.kl_coef=0{no_reward_kl} and algorithm.credit={algorithm.credit.name}"
+    may_reject = algorithm.credit.problems(replace(algorithm, reject="token")) == algorithm.credit.problems(algorithm)
+    shares = ["learner.sharding=fsdp2"]
+    if learner.token_budget == "auto":
+        shares.append(f"learner.token_budget={usual.token_budget}")
+    if learner.tensor_parallel > 1:
+        shares.append("learner.tensor_parallel=1")
+    of_tokens = algorithm.credit.name == "vtrace" and getattr(algorithm.credit, "granularity", "") == "token"
+    overlong = max(1, config.engine.max_length // 4)
+    replayed = "replay.max_replayed_share=0.5" + (" and replay.max_replays=4" if replay.max_replays == 1 else "")
+    return [
         (not algorithm.credit.uses_values, ["learner.value_learning_rate", "model.value_trunk_gradient"],
          Idle(f"with algorithm.credit={algorithm.credit.name}, which has no value head", "algorithm.credit=gae",
               is_refused=False)),
@@ -81,7 +98,7 @@ def idle_settings(config: Config) -> dict[str, Idle]:
          Idle("with algorithm.credit.granularity=token", "algorithm.credit.granularity=turn")),
         (not algorithm.uses_reference, ["algorithm.reference"], Idle(no_reference, "algorithm.kl_coef=0.05")),
         (algorithm.overlong_tokens is None, ["algorithm.overlong_penalty"],
-         Idle("with algorithm.overlong_tokens=null", f"algorithm.overlong_tokens={max(1, engine.max_length // 4)}")),
+         Idle("with algorithm.overlong_tokens=null", f"algorithm.overlong_tokens={overlong}")),
         (not algorithm.credit.learns_from_rewards, _OF_REWARDS,
          Idle(f"with algorithm.credit={algorithm.credit.name}, which learns from no reward")),
         (algorithm.entropy_target is None, ["algorithm.entropy_rate"],
@@ -98,13 +115,8 @@ def idle_settings(config: Config) -> dict[str, Idle]:
          Idle("with replay.max_replays=1 and no priorities, where the oldest is drawn first", "replay=prioritised",
               is_refused=replay.max_replays == 1)),
         (replay.max_replayed_share is None, ["replay.target_ess"],
-         Idle("without replay.max_replayed_share", f"replay.max_replayed_share=0.5{is_used_once}")),
-        (config.pipeline.bind is None and config.pipeline.connect is None, ["pipeline.keys"],
-         Idle("without pipeline.bind and pipeline.connect", "pipeline.bind=tcp://0.0.0.0:7400")),
-        (not config.evaluation.inside_run, _OF_EVALUATIONS,
-         Idle("without evaluations inside of the run", "evaluation.every_updates=50")),
+         Idle("without replay.max_replayed_share", replayed)),
     ]  # fmt: skip
-    return {key: why for is_idle, keys, why in rules if is_idle for key in keys}
 
 
 def idle_problems(config: Config, words: Sequence[str] = ()) -> list[str]:
