@@ -174,7 +174,7 @@ class Scored:
     values: Callable[[Tensor], Tensor]
     """Value head at flat places of the micro-batch: int64[K] to float32[K], differentiable."""
     proximal_log_probs: Tensor | None = None
-    """float32: log π when the update began; None in its first optimizer step, where they are `log_probs`."""
+    """float32: log π when the update began; None where it has one optimizer step, in which they are `log_probs`."""
     reference_log_probs: Tensor | None = None
     """float32, by the reference policy; None where nothing asks for it."""
     teacher_log_probs: Tensor | None = None

@@ -97,7 +97,7 @@ class Rows:
     scores: TokenScores = NO_SCORES
     """Log-probabilities by the reference policy and the teacher."""
     proximal_log_probs: Tensor | None = None
-    """float32[N]: log π when the update began; None: in its first step, where they are those of the forward at hand."""
+    """float32[N]: log π when the update began; None: it has one step, where they are those of the forward at hand."""
     is_own: Tensor | None = None
     """bool[S]: drawn by this rank, whose engines the mismatch monitor compares; None: all."""
 

@@ -36,7 +36,7 @@ def make_scratch_policy(directory: Path, hidden_size: int = 64, num_layers: int 
 def save_random_policy(
     directory: Path, backend: Tokenizer, chat_template: str, hidden_size: int = 64, num_layers: int = 2, seed: int = 0
 ) -> Path:
-    """Write a tokenizer, and a random Qwen3 of its vocabulary; further arguments and result as of `make_scratch_policy`.
+    """Write a tokenizer, and a random Qwen3 of its vocabulary; for the rest see `make_scratch_policy`.
 
     Args:
         backend: it has PAD, UNKNOWN, ACT and END.
