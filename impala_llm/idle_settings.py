@@ -91,6 +91,7 @@ def _rules_of_learning(config: Config) -> list[_Rule]:
     overlong = max(1, config.engine.max_length // 4)
     replayed = "replay.max_replayed_share=0.5" + (" and replay.max_replays=4" if replay.max_replays == 1 else "")
     return [
+        # Not model.value_hidden_size: checkpoints hold a head of that shape also where nothing trains it.
         (not algorithm.credit.uses_values, ["learner.value_learning_rate", "model.value_trunk_gradient"],
          Idle(f"with algorithm.credit={algorithm.credit.name}, which has no value head", "algorithm.credit=gae",
               is_refused=False)),
