@@ -2,7 +2,7 @@
 `--dry-run` hides them, and a run that goes on may have others."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from impala_llm.plugs import read_word
@@ -21,12 +21,17 @@ class Idle(NamedTuple):
     comparison gives the same words to all of its arms, such as samplers, of which one has no use for them."""
 
 
+_Rule = tuple[bool, Sequence[str], Idle]
+"""Whether settings are idle, their keys, and why."""
 # Not those of an engine of the user's own, which may read every setting, or wrap SGLang's.
 _OF_SERVERS = [f"engine.{key}" for key in ("python", "urls", "in_flight", "transfer", "tensor_parallel", "prefix_cache",
                                            "memory_fraction", "server_args", "start_timeout_s",
                                            "request_timeout_s")]  # fmt: skip
-_OF_EVALUATIONS = [f"evaluation.run_{key}" for key in ("tasks", "temperature", "share", "timeout_s")]
-_OF_A_TABLE = [f"evaluation.{key}" for key in ("split", "num_tasks", "baselines", "num_examples")]
+_OF_STARTED_SERVERS = [f"engine.{key}" for key in ("python", "tensor_parallel", "prefix_cache", "memory_fraction",
+                                                   "server_args")]  # fmt: skip
+_OF_EVALUATIONS = [f"evaluation.{key}" for key in ("run_tasks", "run_temperature", "run_share", "run_timeout_s",
+                                                   "patience")]  # fmt: skip
+_OF_A_TABLE = [f"evaluation.{key}" for key in ("split", "num_tasks", "baselines", "num_examples", "unseen_seed")]
 _OF_THE_SHOP = ["env.webshop", "evaluation.unseen_seed"]
 _OF_REWARDS = [f"algorithm.{key}" for key in ("normalize_reward", "overlong_tokens", "overlong_penalty",
                                               "reward_kl_coef", "credit.discount")]  # fmt: skip
@@ -34,36 +39,67 @@ _OF_REWARDS = [f"algorithm.{key}" for key in ("normalize_reward", "overlong_toke
 
 def idle_settings(config: Config) -> dict[str, Idle]:
     """Return those of a configuration for `train`, by key; the key of a section stands for all that is in it."""
-    algorithm, engine, learner, replay = config.algorithm, config.engine, config.learner, config.replay
-    usual = LearnerConfig()
+    rules = [*_rules_of_parts(config), *_rules_of_learning(config)]
+    return {key: why for is_idle, keys, why in rules if is_idle for key in keys}
+
+
+def _rules_of_parts(config: Config) -> list[_Rule]:
+    """Of what is learned, where and with which model. Of two that name one setting the later one holds."""
+    engine = config.engine
     of_agents = [f"agent.{key}" for key, _ in leaves(AgentConfig()) if key not in ("name", "command")]
     agent = "agent.command" if config.agent.name is None else "agent.name"
+    return [
+        (not config.evaluation.before_and_after, _OF_A_TABLE,
+         Idle("without evaluation.before_and_after", "evaluation.before_and_after=true", is_refused=False)),
+        (engine.name == "torch", _OF_SERVERS, Idle("with engine.name=torch", "engine=sglang")),
+        (engine.name == "sglang" and engine.urls is not None, _OF_STARTED_SERVERS,
+         Idle("with engine.urls, whose servers run already", "engine.urls=null")),
+        (engine.name in ("torch", "sglang"), ["engine.options"],
+         Idle(f"with engine.name={engine.name}, which has none")),
+        (not config.agent.is_set, of_agents, Idle("without an agent", "agent.name or agent.command")),
+        (config.agent.is_set, ["env.name", "env.args", *_OF_THE_SHOP],
+         Idle("with an agent, which has its own tasks", f"{agent}=null")),
+        (config.env.name != "webshop", _OF_THE_SHOP, Idle(f"with env.name={config.env.name}", "env=webshop")),
+        (config.env.name == "webshop", ["env.args"], Idle("with env.name=webshop, which has none")),
+        (config.plays_shop and config.env.webshop.catalogue == "easy", ["env.webshop.script_speaks"],
+         Idle("with env.webshop.catalogue=easy", "env.webshop.catalogue=hard")),
+        (config.model.path != "scratch", ["model.scratch"],
+         Idle(f"with model.path={config.model.path}", "model=scratch")),
+        (config.model.device == "cpu", ["model.cuda_products"], Idle("with model.device=cpu", "model.device=auto")),
+        (config.model.lora.rank == 0, ["model.lora.alpha", "model.lora.targets"],
+         Idle("with model.lora.rank=0, which trains all weights", "model.lora.rank=16")),
+        (config.pipeline.bind is None and config.pipeline.connect is None, ["pipeline.keys"],
+         Idle("without pipeline.bind and pipeline.connect", "pipeline.bind=tcp://0.0.0.0:7400")),
+        (not config.evaluation.inside_run, _OF_EVALUATIONS,
+         Idle("without evaluations inside of the run", "evaluation.every_updates=50")),
+    ]  # fmt: skip
+
+
+def _rules_of_learning(config: Config) -> list[_Rule]:
+    """Of the algorithm, the learner and the replay buffer. What a fix would be refused with stands in it as well."""
+    algorithm, learner, replay = config.algorithm, config.learner, config.replay
+    usual = LearnerConfig()
     no_reward_kl = ", reward_kl_coef=0" if algorithm.credit.learns_from_rewards else ""
     no_reference = f"with algorithm.kl_coef=0{no_reward_kl} and algorithm.credit={algorithm.credit.name}"
-    # What a fix would be refused with stands in it as well.
     may_reject = algorithm.credit.problems(replace(algorithm, reject="token")) == algorithm.credit.problems(algorithm)
     shares = ["learner.sharding=fsdp2"]
     if learner.token_budget == "auto":
         shares.append(f"learner.token_budget={usual.token_budget}")
     if learner.tensor_parallel > 1:
         shares.append("learner.tensor_parallel=1")
-    rules: list[tuple[bool, Sequence[str], Idle]] = [
-        (engine.name == "torch", _OF_SERVERS,
-         Idle("with engine.name=torch", "engine=sglang")),
-        (not config.agent.is_set, of_agents, Idle("without an agent", "agent.name or agent.command")),
-        (config.agent.is_set, ["env.name", "env.args", *_OF_THE_SHOP],
-         Idle("with an agent, which has its own tasks", f"{agent}=null")),
-        (config.env.name != "webshop", _OF_THE_SHOP, Idle(f"with env.name={config.env.name}", "env=webshop")),
-        (config.model.path != "scratch", ["model.scratch"],
-         Idle(f"with model.path={config.model.path}", "model=scratch")),
-        (config.model.lora.rank == 0, ["model.lora.alpha", "model.lora.targets"],
-         Idle("with model.lora.rank=0, which trains all weights", "model.lora.rank=16")),
+    of_tokens = algorithm.credit.name == "vtrace" and getattr(algorithm.credit, "granularity", "") == "token"
+    overlong = max(1, config.engine.max_length // 4)
+    replayed = "replay.max_replayed_share=0.5" + (" and replay.max_replays=4" if replay.max_replays == 1 else "")
+    return [
+        # Not model.value_hidden_size: checkpoints hold a head of that shape also where nothing trains it.
         (not algorithm.credit.uses_values, ["learner.value_learning_rate", "model.value_trunk_gradient"],
          Idle(f"with algorithm.credit={algorithm.credit.name}, which has no value head", "algorithm.credit=gae",
               is_refused=False)),
+        (of_tokens, ["algorithm.credit.turn_ratio"],
+         Idle("with algorithm.credit.granularity=token", "algorithm.credit.granularity=turn")),
         (not algorithm.uses_reference, ["algorithm.reference"], Idle(no_reference, "algorithm.kl_coef=0.05")),
         (algorithm.overlong_tokens is None, ["algorithm.overlong_penalty"],
-         Idle("with algorithm.overlong_tokens=null", f"algorithm.overlong_tokens={max(1, engine.max_length // 4)}")),
+         Idle("with algorithm.overlong_tokens=null", f"algorithm.overlong_tokens={overlong}")),
         (not algorithm.credit.learns_from_rewards, _OF_REWARDS,
          Idle(f"with algorithm.credit={algorithm.credit.name}, which learns from no reward")),
         (algorithm.entropy_target is None, ["algorithm.entropy_rate"],
@@ -79,12 +115,9 @@ def idle_settings(config: Config) -> dict[str, Idle]:
         (not replay.prioritised, ["replay.uniform_floor", "replay.correction_exponent"],
          Idle("with replay.max_replays=1 and no priorities, where the oldest is drawn first", "replay=prioritised",
               is_refused=replay.max_replays == 1)),
-        (not config.evaluation.inside_run, _OF_EVALUATIONS,
-         Idle("without evaluations inside of the run", "evaluation.every_updates=50")),
-        (not config.evaluation.before_and_after, _OF_A_TABLE,
-         Idle("without evaluation.before_and_after", "evaluation.before_and_after=true", is_refused=False)),
+        (replay.max_replayed_share is None, ["replay.target_ess"],
+         Idle("without replay.max_replayed_share", replayed)),
     ]  # fmt: skip
-    return {key: why for is_idle, keys, why in rules if is_idle for key in keys}
 
 
 def idle_problems(config: Config, words: Sequence[str] = ()) -> list[str]:
@@ -97,6 +130,7 @@ def idle_problems(config: Config, words: Sequence[str] = ()) -> list[str]:
         words: `key=value` of the command line.
     """
     idle, defaults, given = idle_settings(config), dict(leaves(Config())), _given(words)
+    defaults |= {f"algorithm.credit.{option.name}": option.default for option in fields(config.algorithm.credit)}
     found = []
     for key, value in leaves(config):
         why = idle.get(key) or idle.get(key.rpartition(".")[0])

@@ -154,6 +154,8 @@ def import_path(kind: Kind, name: str) -> Any:
         return installed[name]
     names = [*kind.packaged, *(each for each in installed if each not in kind.packaged)]
     close = difflib.get_close_matches(name, names, n=1)
+    if not close and "." in name:
+        close = [":".join(name.rsplit(".", 1))]
     hint = f"did you mean {close[0]}? " if close else ""
     raise ValueError(
         f"{kind.key}={name} is not known: {hint}choose one of {', '.join(names)}, or your own as module:Class"
@@ -382,14 +384,18 @@ def parts_with(kind: Kind, option: str) -> list[str]:
 
 
 def _meant_option(kind: Kind, name: str, option: str, own: Sequence[str]) -> str:
-    """The option that may be meant, or the parts that have it."""
-    if having := parts_with(kind, option):
-        return (
-            f"{' and '.join(having)} {'has' if len(having) == 1 else 'have'} it; leave it out, or choose one of these"
-        )
-    close = difflib.get_close_matches(option, own, n=1, cutoff=0.5)
-    if close:
+    """The option that may be meant, and the parts that have it where the chosen one has not."""
+    parts = [part for part in kind.packaged.values() if is_dataclass(part)]
+    options = {*own, *(f.name for part in parts for f in fields(part) if f.name != "name")}
+    close = difflib.get_close_matches(option, sorted(options), n=1)
+    close = close or difflib.get_close_matches(option, own, n=1, cutoff=0.5)
+    if close and close[0] in own:
         return f"did you mean {kind.options_key}.{close[0]}?"
+    if close:
+        having = parts_with(kind, close[0])
+        it = "it" if close[0] == option else f"{kind.options_key}.{close[0]}"
+        way = f"set {kind.key}={having[0]}" if len(having) == 1 else "choose one of these"
+        return f"{' and '.join(having)} {'has' if len(having) == 1 else 'have'} {it}; leave it out, or {way}"
     if name in kind.settings:
         return f"its settings are {kind.settings[name]}.*"
     return f"its options are {', '.join(own)}" if own else "it has no options"

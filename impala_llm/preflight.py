@@ -1,8 +1,8 @@
 """Checks of this host before any process of a run exists: folders, files of the model, keys, ports, memory.
 
-config.py looks at the settings alone; here they are held against this host. Each problem is a sentence with key, value
-and fix. Nothing here imports torch: a refusal takes about a second.
-The file is long since every check stands here, each a function of a few lines.
+A long file, since every check stands here, each a function of a few lines. config.py looks at the settings alone; here
+they are held against this host. Each problem is a sentence with key, value and fix. Nothing here imports torch: a
+refusal takes about a second.
 """
 
 import asyncio

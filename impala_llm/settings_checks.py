@@ -276,11 +276,6 @@ def _replay_problems(config: Config) -> list[str]:
             f"replay.max_replayed_share={replay.max_replayed_share} bounds what replay.max_replays=1 forbids: raise "
             "replay.max_replays or leave the share out"
         )
-    if replay.target_ess > 0 and replay.max_replayed_share is None:
-        found.append(
-            f"replay.target_ess={replay.target_ess} steers a share that is not set: set replay.max_replayed_share, "
-            "such as 0.5"
-        )
     if algorithm.max_staleness == 0 and replay.max_replays > 1:
         found.append(
             f"replay.max_replays={replay.max_replays} cannot go with algorithm.max_staleness=0: "
@@ -343,11 +338,6 @@ def _run_problems(config: Config) -> list[str]:
 def _evaluation_problems(config: Config) -> list[str]:
     """Evaluations inside of the run that would never be, or would find nothing new."""
     evaluation, found = config.evaluation, []
-    if evaluation.patience is not None and not evaluation.inside_run:
-        found.append(
-            f"evaluation.patience={evaluation.patience} counts evaluations inside of the run, and there are none: set "
-            "evaluation.every_updates or evaluation.every_minutes"
-        )
     if evaluation.inside_run and config.learner.sync_interval is None:
         key = "every_minutes" if evaluation.every_updates is None else "every_updates"
         found.append(
@@ -459,7 +449,7 @@ def _engine_problems(config: Config) -> list[str]:
     engine, found = config.engine, list[str]()
     if engine.name != "sglang":
         return found
-    if engine.prefix_cache and engine.in_flight == "keep_kv":
+    if engine.urls is None and engine.prefix_cache and engine.in_flight == "keep_kv":
         found.append(
             "engine.prefix_cache=True cannot go with engine.in_flight=keep_kv: the cache would serve keys and values "
             "of an old policy under a new version's label; set engine.in_flight=recompute_kv or drain"
@@ -501,9 +491,10 @@ def _engine_problems(config: Config) -> list[str]:
             )
         else:
             seen.add(server)
-    if engine.python is not None and not (Path(engine.python).expanduser().is_file() or shutil.which(engine.python)):
+    python = engine.python if engine.urls is None else None
+    if python is not None and not (Path(python).expanduser().is_file() or shutil.which(python)):
         found.append(
-            f"engine.python={engine.python} is no interpreter: give the path of the python that has SGLang, see "
+            f"engine.python={python} is no interpreter: give the path of the python that has SGLang, see "
             "tools/install_sglang_cpu.sh"
         )
     return found

@@ -8,14 +8,17 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 VOCABULARY = 97
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
+SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
+}
+SHAPE: dict[str, Any] = {
+    **SIZES,
+    "vocab_size": VOCABULARY,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,

@@ -1,5 +1,6 @@
 """Settings that others keep from having an effect: refused where they are given, and not shown by a dry run."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,13 @@ from omegaconf import OmegaConf
 from impala_llm.cli import main
 from impala_llm.config import ConfigError, load, to_yaml
 from impala_llm.demonstrate import record
+from impala_llm.pipeline.network.keys import make_keys
 from impala_llm.settings import Config, leaves
 from impala_llm.sft import WarmStart
 from tests.test_sft import signal_handlers_kept, words
+
+BY_TOKEN = ("algorithm.credit.granularity=token",)
+RUNNING = ("engine=sglang", "engine.urls=['http://a:1']")
 
 
 @pytest.mark.parametrize(
@@ -68,6 +73,17 @@ def test_it_is_taken_with_the_setting_that_gives_it_one() -> None:
         (["learner.cpu_offload=true"], "learner.cpu_offload"),
         (["learner.cpu_offload=true", "learner.token_budget=auto"], "learner.cpu_offload"),
         (["learner.cpu_offload=true", "learner.tensor_parallel=2"], "learner.cpu_offload"),
+        (["algorithm=vtrace", *BY_TOKEN, "algorithm.credit.turn_ratio=product"], "algorithm.credit.turn_ratio"),
+        (["model.device=cpu", "model.cuda_products=tf32"], "model.cuda_products"),
+        ([*RUNNING, "engine.memory_fraction=0.5"], "engine.memory_fraction"),
+        ([*RUNNING, "engine.server_args=[--tp,2]"], "engine.server_args"),
+        ([*RUNNING, f"engine.python={sys.executable}"], "engine.python"),
+        ([*RUNNING, "engine.tensor_parallel=2"], "engine.tensor_parallel"),
+        ([*RUNNING, "engine.prefix_cache=true"], "engine.prefix_cache"),
+        (["env.webshop.script_speaks=true", "env.webshop.catalogue=easy"], "env.webshop.script_speaks"),
+        (["replay.target_ess=0.5"], "replay.target_ess"),
+        (["replay.target_ess=0.5", "replay.max_replays=2"], "replay.target_ess"),
+        (["evaluation.patience=3"], "evaluation.patience"),
         (["agent.command=echo", "env=corridor", "env.args.num_tasks=9"], "env"),
         (["agent.command=echo", "env=tasks", "env.args.file=a.jsonl"], "env"),
     ],
@@ -75,6 +91,7 @@ def test_it_is_taken_with_the_setting_that_gives_it_one() -> None:
 def test_each_way_that_the_refusal_of_a_setting_names_is_taken(words: list[str], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(["model=scratch", *words])
+    assert key in str(caught.value)
     _, _, ways = str(caught.value).partition(": set ")
     for way in ways.split(", for instance, or "):
         set_so = [] if way == "no env" else way.split(" and ")
@@ -110,8 +127,8 @@ def test_a_value_head_that_nothing_trains_has_no_rate() -> None:
 
 def test_what_evaluate_reads_alone_is_taken_and_not_shown() -> None:
     """The table at a run's end has all of it but the policy that the run began as."""
-    of_a_table = {"split": "train", "num_tasks": 9, "baselines": False, "num_examples": 1}
-    given = ["experiment=toy", *(f"evaluation.{key}={value}" for key, value in of_a_table.items())]
+    of_a_table = {"split": "train", "num_tasks": 9, "baselines": False, "num_examples": 1, "unseen_seed": 3}
+    given = ["experiment=quickstart", *(f"evaluation.{key}={value}" for key, value in of_a_table.items())]
     config = load([*given, "evaluation.start=tiny_shopper", "evaluation.before_and_after=false"])
     assert not {"start", *of_a_table} & set(OmegaConf.create(to_yaml(config, only_in_force=True)).evaluation)
     config = load([*given, "evaluation.start=tiny_shopper", "evaluation.before_and_after=true"])
@@ -140,7 +157,15 @@ def test_an_agents_tasks_are_of_no_catalogue() -> None:
 @pytest.mark.parametrize(
     ("given", "otherwise"),
     [
-        (["engine=sglang", "engine.memory_fraction=0.5", "engine.urls=['http://a:1']"], ["engine=torch"]),
+        (["engine=sglang", "engine.urls=['http://a:1']"], ["engine=torch"]),
+        (["engine=sglang", "engine.memory_fraction=0.5"], ["engine.urls=['http://a:1']"]),
+        (["model.device=auto", "model.cuda_products=tf32"], ["model.device=cpu"]),
+        (["algorithm=vtrace", "algorithm.credit.turn_ratio=product"], BY_TOKEN),
+        (["evaluation.every_updates=5", "evaluation.patience=3"], ["evaluation.every_updates=null"]),
+        (
+            ["replay.max_replays=2", "replay.max_replayed_share=0.5", "replay.target_ess=0.3"],
+            ["replay.max_replayed_share=null"],
+        ),
         (["agent.command=echo", "agent.num_tasks=50", "agent.processes=4"], ["agent.command=null"]),
         (["model.lora.rank=8", "model.lora.alpha=64"], ["model.lora.rank=0"]),
         (["algorithm.kl_coef=0.1", "algorithm.reference=tiny_shopper"], ["algorithm.kl_coef=0"]),
@@ -237,6 +262,40 @@ def test_a_dry_run_shows_the_settings_that_have_an_effect() -> None:
     shop = OmegaConf.create(to_yaml(load(["experiment=quickstart"]), only_in_force=True))
     assert shop.env.webshop.catalogue == "hard"
     assert "scratch" not in shop.model
+
+
+@pytest.mark.parametrize(
+    ("words", "hidden", "otherwise"),
+    [
+        (["algorithm=vtrace", *BY_TOKEN], ["algorithm.credit.turn_ratio"], ["algorithm=vtrace"]),
+        (["model.device=cpu"], ["model.cuda_products"], ["model.device=auto"]),
+        (RUNNING, ["engine.server_args", "engine.python", "engine.tensor_parallel"], ["engine=sglang"]),
+        (["env.webshop.catalogue=easy"], ["env.webshop.script_speaks"], ["env.webshop.catalogue=hard"]),
+        ([], ["env.args"], ["env=corridor"]),
+        ([], ["pipeline.keys"], []),
+        ([], ["engine.options"], []),
+        ([], ["replay.target_ess"], ["replay.max_replays=2", "replay.max_replayed_share=0.5"]),
+        ([], ["evaluation.patience"], ["evaluation.every_updates=5"]),
+    ],
+)
+def test_a_dry_run_hides_the_default_of_what_others_make_idle(
+    words: list[str], hidden: list[str], otherwise: list[str]
+) -> None:
+    def shown(*words: str) -> set[str]:
+        settings = OmegaConf.create(to_yaml(load(["model=scratch", *words]), only_in_force=True))
+        return {key for key in hidden if OmegaConf.select(settings, key, default="missing") != "missing"}
+
+    assert not shown(*words)
+    assert not otherwise or shown(*otherwise) == set(hidden)
+
+
+def test_keys_of_hosts_are_refused_where_there_is_no_other_host(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    keys = f"pipeline.keys={tmp_path / 'keys'}"
+    with pytest.raises(ConfigError, match="pipeline.keys=.* has no effect without pipeline.bind and pipeline.connect"):
+        load(["model=scratch", keys])
+    shown = OmegaConf.create(to_yaml(load(["model=scratch", keys, "pipeline.bind=tcp://0.0.0.0:7400"]), True))
+    assert shown.pipeline["keys"] == str(tmp_path / "keys")
 
 
 def test_the_settings_that_a_run_keeps_are_all_of_them() -> None:

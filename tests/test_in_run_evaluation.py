@@ -601,7 +601,7 @@ def test_a_last_version_that_was_not_due_is_published_and_evaluated(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["evaluation.patience=3"], "evaluation.every_updates or evaluation.every_minutes"),
+        (["evaluation.patience=3"], "without evaluations inside of the run: set evaluation.every_updates=50"),
         (
             ["evaluation.every_minutes=3", "learner.sync_interval=null", "algorithm.max_staleness=null"],
             "evaluation.every_minutes=3.0 cannot go with learner.sync_interval=null",

@@ -43,7 +43,7 @@ from impala_llm.trajectory import Trajectory
 
 CURVES = (
     "loss/entropy", "loss/policy", "loss/value", "optimizer/gradient_norm", "optimizer/clipped_share",
-    "ratio/mean", "ratio/max", "ratio/ess", "ratio/k3", "ratio/pg_clip_share", "ratio/rho_clip_share",
+    "ratio/mean", "ratio/max", "ratio/ess", "ratio/k3", "loss/clip_share", "ratio/rho_clip_share",
     "value/explained_variance", "advantage/std", "staleness/mean", "buffer/reuse",
     "loss/good_above_share", "loss/good_below_share", "loss/bad_above_share", "loss/bad_below_share",
 )  # fmt: skip

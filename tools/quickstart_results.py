@@ -23,7 +23,7 @@ COLUMNS = (
     "rollout/score", "rollout/success_rate", "rollout/turns", "rollout/length_tokens", "env/options_matched",
     "env/attributes_matched", "env/bought", "env/invalid_actions", "loss/policy", "loss/value", "loss/entropy",
     "optimizer/gradient_norm", "optimizer/learning_rate",
-    "ratio/mean", "ratio/max", "ratio/pg_clip_share", "ratio/ess", "ratio/k1", "ratio/k3", "staleness/oldest",
+    "ratio/mean", "ratio/max", "loss/clip_share", "ratio/ess", "ratio/k1", "ratio/k3", "staleness/oldest",
     "staleness/mean", "staleness/newest", "actor/generated_tokens_per_s", "actor/idle_share",
     "learner/trained_tokens_per_s", "time/idle_share", "time/step_s", "weights/publish_s",
 )  # fmt: skip

@@ -33,7 +33,7 @@ from impala_llm.trainer import Trainer
 
 WATCHED = (
     "loss/policy", "loss/value", "loss/total", "loss/entropy", "loss/reference_kl", "optimizer/gradient_norm",
-    "ratio/mean", "ratio/ess", "ratio/pg_clip_share", "ratio/rejected_share", "advantage/mean", "advantage/std",
+    "ratio/mean", "ratio/ess", "loss/clip_share", "ratio/rejected_share", "advantage/mean", "advantage/std",
     "value/explained_variance", "buffer/ess", "preference/margin_mean",
 )  # fmt: skip
 TOY = ("experiment=toy", "learner.warmup_updates=0", "algorithm.max_staleness=0")

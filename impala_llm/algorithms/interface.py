@@ -180,7 +180,7 @@ class Scored:
     values: Callable[[Tensor], Tensor]
     """Value head at flat places of the micro-batch: int64[K] to float32[K], differentiable."""
     proximal_log_probs: Tensor | None = None
-    """float32: log π when the update began; None in its first optimizer step, where they are `log_probs`."""
+    """float32: log π when the update began; None where it has one optimizer step, in which they are `log_probs`."""
     reference_log_probs: Tensor | None = None
     """float32, by the reference policy; None where nothing asks for it."""
     teacher_log_probs: Tensor | None = None
@@ -333,28 +333,30 @@ CREDITS: dict[str, type[Credit]] = {}
 LOSSES: dict[str, type[Loss]] = {}
 """Short name -> built-in loss; complete once `registry` is imported."""
 
+_Part = TypeVar("_Part", bound=type)
 _CreditType = TypeVar("_CreditType", bound=type[Credit])
 _LossType = TypeVar("_LossType", bound=type[Loss])
 
 
 def credit(name: str) -> Callable[[_CreditType], _CreditType]:
-    """Class decorator: registers a credit under a short name."""
-
-    def register(part: _CreditType) -> _CreditType:
-        CREDITS[name] = part
-        return part
-
-    return register
+    """Class decorator: registers a credit under a short name. Raises ValueError where another class has it."""
+    return lambda part: _register(CREDITS, "algorithm.credit", name, part)
 
 
 def loss(name: str) -> Callable[[_LossType], _LossType]:
-    """Class decorator: registers a loss under a short name."""
+    """Class decorator: registers a loss under a short name. Raises ValueError where another class has it."""
+    return lambda part: _register(LOSSES, "algorithm.loss", name, part)
 
-    def register(part: _LossType) -> _LossType:
-        LOSSES[name] = part
-        return part
 
-    return register
+def _register(parts: dict[str, Any], key: str, name: str, part: _Part) -> _Part:
+    taken = parts.get(name, part)
+    # One that is loaded anew, as in a notebook, takes its own place.
+    if (taken.__module__, taken.__qualname__) != (part.__module__, part.__qualname__):
+        raise ValueError(
+            f"{key}={name} is {taken.__module__}.{taken.__qualname__} already: give {part.__qualname__} another name"
+        )
+    parts[name] = part
+    return part
 
 
 def parts_of(algorithm: AlgorithmConfig) -> tuple[Credit, Loss]:

@@ -165,18 +165,21 @@ class DecoupledPPO(Loss):
     """π/π_prox is clipped at 1 + clip_high."""
     dual_clip: float | None = bounded(3.0, 1)
     """Largest π/π_prox that counts for a negative advantage; None: any."""
-    proximal: str = one_of("log_linear", "recomputed")
-    """π_prox lies between μ and π by the tokens' versions (log_linear) | is π when the update begins (recomputed). With
-    one step an update the ratio π/π_prox of the latter is 1 and the weight acts alone: see learner.minibatches."""
+    proximal: str = one_of("auto", "log_linear", "recomputed")
+    """π_prox is π when the update begins (recomputed), as in the papers, or lies between μ and π by the tokens'
+    versions (log_linear). auto: recomputed where an update has several steps, see learner.minibatches, else log_linear:
+    with one step the ratio π/π_prox of the former is 1, and the weight acts alone."""
     proximal_cap: float | None = bounded(None, 1e-3)
     """Cap of the weight π_prox/μ; None: not truncated."""
 
     def __call__(self, scored: Scored, advantages: Tensor) -> LossOutput:
-        proximal = scored.log_probs.detach() if scored.proximal_log_probs is None else scored.proximal_log_probs
-        if self.proximal == "log_linear":
+        at_start = scored.proximal_log_probs
+        if self.proximal == "log_linear" or (self.proximal == "auto" and at_start is None):
             proximal = log_linear_proximal(
                 scored.log_probs, scored.behaviour_log_probs, scored.versions, scored.version
             )
+        else:
+            proximal = scored.log_probs if at_start is None else at_start
         return decoupled_ppo(
             scored.log_probs, scored.behaviour_log_probs, advantages, proximal,
             self.clip_low, self.clip_high, self.dual_clip, self.proximal_cap or math.inf,

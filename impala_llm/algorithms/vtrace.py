@@ -38,7 +38,7 @@ from impala_llm.algorithms.checks import (
 )
 from impala_llm.algorithms.importance import Caps, apply_dead_band, ratios, segment_mean, segment_sum
 from impala_llm.algorithms.interface import Credit, MetricValue, PackedBatch, Scored, Worth, credit, moments
-from impala_llm.settings import AlgorithmConfig, bounded, one_of
+from impala_llm.settings import bounded, one_of
 
 
 class VTraceOutput(NamedTuple):
@@ -370,14 +370,6 @@ class VTrace(ValueCredit):
     """Ratio of a turn: geometric (mean of its tokens' log-ratios) | product."""
     dead_band: float = bounded(0.0, 0)
     """Token log-ratios smaller than this count as 0 in the recursion."""
-
-    def problems(self, algorithm: AlgorithmConfig) -> list[str]:
-        if self.granularity == "turn" or self.turn_ratio == "geometric":
-            return []
-        return [
-            f"algorithm.credit.turn_ratio={self.turn_ratio} has no effect with algorithm.credit.granularity=token: set "
-            "algorithm.credit.granularity=turn, or algorithm.credit.turn_ratio=geometric"
-        ]
 
     def targets(self, scored: Scored, steps: Steps) -> tuple[Tensor, TurnVTraceOutput]:
         rules = (self.discount, self.rho_bar, self.c_bar, self.lam)

@@ -97,7 +97,7 @@ class Rows:
     scores: TokenScores = NO_SCORES
     """Log-probabilities by the reference policy and the teacher."""
     proximal_log_probs: Tensor | None = None
-    """float32[N]: log π when the update began; None: in its first step, where they are those of the forward at hand."""
+    """float32[N]: log π when the update began; None: it has one step, where they are those of the forward at hand."""
     is_own: Tensor | None = None
     """bool[S]: drawn by this rank, whose engines the mismatch monitor compares; None: all."""
 
@@ -274,9 +274,7 @@ def named(part: str, metrics: Sequence[MetricValue]) -> list[MetricValue]:
 def _loss_metrics(output: LossOutput) -> list[MetricValue]:
     """Every metric that the loss names."""
     count = float(len(output.per_token))
-    metrics = named("loss", [(name, float(value), count) for name, value in output.metrics.items()])
-    clipped = float(output.metrics["clip_share"]) if "clip_share" in output.metrics else 0.0
-    return [*metrics, ("ratio/pg_clip_share", clipped, count)]
+    return named("loss", [(name, float(value), count) for name, value in output.metrics.items()])
 
 
 @torch.no_grad()

@@ -1,11 +1,14 @@
 """Calls of credits and losses, those that a user wrote and those of this package.
 
 An error in a user's part is reported once, with the name of its setting, and ends the run: the same call would fail
-again after a restart. Parts of this package are called without these checks.
+again after a restart. A metric that such a part declares and never returns is reported once. Parts of this package are
+called without these checks.
 """
 
+import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +28,10 @@ from impala_llm.algorithms.interface import (
 from impala_llm.config import ConfigError
 from impala_llm.learning import packing, parallel
 from impala_llm.learning.packing import is_out_of_memory
+from impala_llm.supervised import say
 
+_WATCHED_UPDATES = 5
+"""A metric may come with some micro-batches or steps alone: it counts as missing after so many whole updates."""
 _CALLED_BACK = (packing.__file__, parallel.__file__)
 """Modules that a user's part may call. A RuntimeError raised there is not its fault: memory ran out, or a rank died."""
 _Result = TypeVar("_Result", LossOutput, Worth, Prepared)
@@ -33,6 +39,19 @@ _Result = TypeVar("_Result", LossOutput, Worth, Prepared)
 
 class PartFault(ConfigError):
     """A credit or loss of the user's raised, or returned what cannot be used. The message names it."""
+
+
+@dataclass
+class _Awaited:
+    """What a part declares among its metrics and has not returned."""
+
+    metrics: set[str]
+    versions: set[int] = field(default_factory=set)
+    """Of the learner, in which it was given tokens."""
+
+
+_awaited: dict[str, _Awaited] = {}
+"""By the setting that names the part."""
 
 
 def call_loss(loss: Loss, scored: Scored, advantages: Tensor) -> LossOutput:
@@ -57,6 +76,7 @@ def call_loss(loss: Loss, scored: Scored, advantages: Tensor) -> LossOutput:
     for metric, value in output.metrics.items():
         if getattr(value, "shape", None) != torch.Size():
             raise PartFault(f"{name} returned metric {metric} = {_kind(value)}: a scalar tensor is expected")
+    _await_metrics(loss, "loss", output.metrics, scored)
     return output
 
 
@@ -73,6 +93,7 @@ def call_credit(credit: Credit, scored: Scored, batch: PackedBatch, prepared: Te
     _require_floats(f"{name} returned advantages", worth.advantages, scored.log_probs)
     _require_fit(name, worth)
     _require_metrics(name, worth.metrics)
+    _await_metrics(credit, "credit", [metric for metric, _, _ in worth.metrics], scored)
     return worth
 
 
@@ -91,6 +112,7 @@ def call_prepare(credit: Credit, episodes: Episodes) -> Prepared | None:
     prepared = _require(name, Prepared, result)
     _require_floats(f"{name} returned advantages", prepared.advantages, episodes.returns, "episode")
     _require_metrics(name, prepared.metrics)
+    _await_metrics(credit, "credit", [metric for metric, _, _ in prepared.metrics])
     return prepared
 
 
@@ -142,6 +164,27 @@ def _call(name: str, call: Callable[[], Any]) -> Any:
         traceback.print_exception(error)
         where = f"{frames[-1].filename}:{frames[-1].lineno}"
         raise PartFault(f"{name} raised {type(error).__name__}: {error}, in {where}") from error
+
+
+def _await_metrics(part: Credit | Loss, key: str, returned: Iterable[str], scored: Scored | None = None) -> None:
+    """Note the metrics that a part has returned, and say once which of those that it declares it never does.
+
+    Args:
+        key: credit | loss.
+        scored: the tokens that it was given; None where it was given whole episodes.
+    """
+    name = f"algorithm.{key}={part.name}"
+    declared = {metric.removeprefix(f"{key}/") for metric in part.metrics}
+    awaited = _awaited.setdefault(name, _Awaited(declared))
+    awaited.metrics -= {metric.removeprefix(f"{key}/") for metric in returned}
+    if scored is not None and len(scored.log_probs):
+        awaited.versions.add(scored.version)
+    if len(awaited.versions) > _WATCHED_UPDATES and awaited.metrics and os.environ.get("RANK", "0") == "0":
+        say(
+            f"learner: {name} declares metrics that it has not returned in {_WATCHED_UPDATES} updates, "
+            f"{', '.join(sorted(awaited.metrics))}: return them, or take them out of its `metrics`"
+        )
+        awaited.metrics.clear()
 
 
 def _require(name: str, expected: type[_Result], result: object) -> _Result:

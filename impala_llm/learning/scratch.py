@@ -30,22 +30,26 @@ def make_scratch_policy(directory: Path, hidden_size: int = 64, num_layers: int 
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
+    return save_random_policy(directory, backend, CHAT_TEMPLATE, hidden_size, num_layers, seed)
+
+
+def save_random_policy(
+    directory: Path, backend: Tokenizer, chat_template: str, hidden_size: int = 64, num_layers: int = 2, seed: int = 0
+) -> Path:
+    """Write a tokenizer, and a random Qwen3 of its vocabulary; for the rest see `make_scratch_policy`.
+
+    Args:
+        backend: it has PAD, UNKNOWN, ACT and END.
+    """
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=END,
         pad_token=PAD,
         unk_token=UNKNOWN,
         additional_special_tokens=[ACT],
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return save_random_policy(directory, tokenizer, hidden_size, num_layers, seed)
-
-
-def save_random_policy(
-    directory: Path, tokenizer: PreTrainedTokenizerFast, hidden_size: int = 64, num_layers: int = 2, seed: int = 0
-) -> Path:
-    """Write a tokenizer, and a random Qwen3 of its vocabulary; arguments and result as of `make_scratch_policy`."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,

@@ -189,11 +189,6 @@ _DECLARED = (
         " gradient and is not computed, by max_staleness alone",
     ),
     (
-        "ratio/pg_clip_share",
-        _MEAN,
-        "share of action tokens that teach where a bound of the loss has an effect; 0 where the loss has none",
-    ),
-    (
         "ratio/ess",
         Kind.SAMPLE_SIZE,
         "effective sample size (sum w)^2 / (n sum w^2) in (0, 1], over the batch's untruncated ratios",

@@ -131,12 +131,6 @@ class ReplayBuffer:
         """Items that can be sampled."""
         return len(self._items.item_id)
 
-    def insert(
-        self, trajectories: Sequence[Trajectory], version: int, signature: str | None = None
-    ) -> tuple[EvictedItem, ...]:
-        """Add one item, as `insert_all`."""
-        return self.insert_all([trajectories], version, None if signature is None else [signature])
-
     def insert_all(
         self, items: Sequence[Sequence[Trajectory]], version: int, signatures: Sequence[str] | None = None
     ) -> tuple[EvictedItem, ...]:

@@ -1,13 +1,17 @@
 """Policy losses against their formulas token by token, and their gradients."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from impala_llm.algorithms.importance import log_linear_proximal, rejection_mask
+from impala_llm.algorithms.interface import Scored
 from impala_llm.algorithms.losses import (
+    DecoupledPPO,
     LossOutput,
     aggregate,
     cispo,
@@ -116,6 +120,22 @@ def test_decoupled_ppo_takes_the_proximal_policy_and_the_weight_as_constants() -
     decoupled_ppo(*inputs, clip_low=1.0, clip_high=math.inf).per_token.sum().backward()
     assert all(x.grad is None for x in inputs[1:])
     np.testing.assert_allclose(inputs[0].grad, -LOG_RATIO.exp() * ADVANTAGES, rtol=1e-10)  # w r = π/μ
+
+
+def test_decoupled_ppo_holds_the_policy_near_that_of_the_updates_beginning_where_it_has_several_steps() -> None:
+    versions = torch.arange(len(LOG_PROBS)) % 3
+    values: Any = None
+    one_step = Scored(LOG_PROBS, LOG_PROBS, BEHAVIOUR, versions * 0, versions, 3, values)
+    several = replace(one_step, proximal_log_probs=PROXIMAL)
+    by = {name: DecoupledPPO(proximal=name) for name in ("auto", "log_linear", "recomputed")}
+    assert DecoupledPPO() == by["auto"]
+
+    def losses(name: str, scored: Scored) -> list[float]:
+        return by[name](scored, ADVANTAGES).per_token.tolist()
+
+    assert losses("auto", one_step) == losses("log_linear", one_step) != losses("recomputed", one_step)
+    assert losses("auto", several) == losses("recomputed", several) != losses("log_linear", several)
+    assert losses("log_linear", several) == losses("log_linear", one_step)
 
 
 def test_decoupled_ppo_from_the_behaviour_policy_is_ppo() -> None:

@@ -3,11 +3,13 @@
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from impala_llm.algorithms.advantages import GroupRelative
+from impala_llm.algorithms.interface import credit, loss
 from impala_llm.algorithms.losses import GSPO, PPOClip, TruncatedIS
 from impala_llm.algorithms.registry import CREDITS, LOSSES
 from impala_llm.algorithms.vtrace import GAE, VTrace
@@ -137,6 +139,19 @@ def test_all_unknown_keys_of_a_file_are_named_with_the_settings_they_may_be(tmp_
     assert "group_size" not in said
 
 
+@pytest.mark.parametrize(("register", "parts"), [(credit, CREDITS), (loss, LOSSES)])
+def test_a_short_name_is_of_one_class(
+    register: Callable[[str], Callable[[type], type]], parts: dict[str, type], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, taken = next(iter(parts.items()))
+    with pytest.raises(ValueError, match=f"={name} is .*{taken.__qualname__} already: give Another another name"):
+        register(name)(type("Another", (taken,), {}))
+    assert parts[name] is taken
+    monkeypatch.setitem(parts, name, taken)
+    anew = type(taken.__name__, (taken,), {"__module__": taken.__module__})
+    assert register(name)(anew) is anew is parts[name], "as a notebook's cell does that runs again"
+
+
 def test_what_is_printed_is_in_force_and_loads_again(tmp_path: Path) -> None:
     config = load(["model=scratch", "algorithm=group_relative", "algorithm.loss.cap=2", "run.dir=x"])
     text = to_yaml(config)
@@ -169,6 +184,12 @@ def test_a_name_alone_and_a_name_with_options_are_settings_of_files_and_words(tm
             ["algorithm=ppo", "algorithm.loss.cap=1"],
             ["algorithm.loss.cap=1", "algorithm.loss=ppo_clip", "truncated_is"],
         ),
+        (["algorithm=ppo", "algorithm.loss.cap=1"], ["leave it out, or set algorithm.loss=truncated_is"]),
+        (
+            ["algorithm=topr", "algorithm.loss.clip_hgh=0.3"],
+            ["algorithm.loss.clip_hgh=0.3", "cispo", "ppo_clip have algorithm.loss.clip_high", "choose one of these"],
+        ),
+        (["algorithm.loss=mine.A"], ["algorithm.loss=mine.A", "did you mean mine:A"]),
         (["algorithm.credit.rho_bar=1"], ["algorithm.credit.rho_bar=1", "algorithm.credit=gae", "vtrace"]),
         (["algorithm.loss=reinforce", "algorithm.loss.foo=1"], ["algorithm.loss.foo=1", "no options"]),
         (["algorithm=ppo", "algorithm.loss.clip_low=2"], ["algorithm.loss.clip_low=2", "between 0 and 1"]),

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from impala_llm.learning.scratch import ACT, END, PAD, UNKNOWN, save_random_policy
 
@@ -25,13 +24,4 @@ def make_tool_policy(directory: Path) -> Path:
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.decoder = decoders.Fuse()
     backend.add_tokens([CALL, CALLED, *CALLS])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token=END,
-        pad_token=PAD,
-        unk_token=UNKNOWN,
-        additional_special_tokens=[ACT],
-        chat_template=TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
-    return save_random_policy(directory, tokenizer)
+    return save_random_policy(directory, backend, TEMPLATE)

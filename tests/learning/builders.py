@@ -32,16 +32,12 @@ from impala_llm.learning.parallel import Ranks
 from impala_llm.settings import AlgorithmConfig, Config
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
+from tests.families import SIZES
 
 VOCABULARY = 50
 SHAPE = {
+    **SIZES,
     "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
     # large for a language model, so that a token seen by the wrong row shows
     "initializer_range": 0.2,
 }

@@ -1,7 +1,7 @@
 """Mistakes of an own loss or credit are named, with its setting and what is expected."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -193,3 +193,47 @@ def test_a_lack_of_memory_is_left_to_whoever_lowers_the_budget() -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         call_loss(OwnLoss(act), scored(), ONES)
+
+
+@dataclass
+class Sparing(Loss):
+    """Returns one of its metrics with some steps alone, and another one never."""
+
+    metrics = {"steep_share": "s", "loss/now_and_then": "n", "forgotten_mean": "f"}
+    name: str = "mine:Sparing"
+
+    def __call__(self, scored: Scored, advantages: torch.Tensor) -> LossOutput:
+        found = {"steep_share": ONES[0]}
+        if scored.version == 3 and scored.proximal_log_probs is not None:
+            found["now_and_then"] = ONES[0]
+        return LossOutput(-advantages * scored.log_probs, found, torch.ones_like(advantages))
+
+
+@dataclass
+class SparingCredit(Credit):
+    metrics = {"of_batch_mean": "b", "of_episodes_mean": "e", "forgotten_mean": "f"}
+    name: str = "mine:SparingCredit"
+
+    def prepare(self, episodes: Episodes) -> Prepared:
+        return Prepared(episodes.returns, [("credit/of_episodes_mean", 0.0, 1.0)])
+
+    def __call__(self, scored: Scored, batch: Any, prepared: Any) -> Worth:
+        return Worth(torch.ones_like(scored.log_probs), metrics=[("of_batch_mean", 0.0, 1.0)])
+
+
+def test_a_metric_that_is_declared_and_never_returned_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    ids = torch.zeros(0, dtype=torch.int64)
+    episodes = Episodes([], torch.ones(2), torch.zeros(2, dtype=torch.int64), NotImplemented, list)
+    for version in range(9):
+        tokens = replace(scored(), version=version)
+        call_prepare(SparingCredit(), episodes)
+        for each in (tokens, replace(tokens, proximal_log_probs=torch.zeros(N)), tokens.select(torch.zeros(N) > 0)):
+            call_loss(Sparing(), each, ONES[: len(each.log_probs)])
+            call_credit(SparingCredit(), each, None, ids)  # type: ignore[arg-type]
+        if version == 4:
+            assert not capsys.readouterr().out, "the fifth update may still have steps to come"
+    said = capsys.readouterr().out.splitlines()
+    reason = "declares metrics that it has not returned in 5 updates, forgotten_mean: return them, or take"
+    assert [line.partition(" them out")[0] for line in said] == [
+        f"learner: algorithm.{part} {reason}" for part in ("loss=mine:Sparing", "credit=mine:SparingCredit")
+    ]

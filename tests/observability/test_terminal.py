@@ -14,7 +14,7 @@ EVERYTHING = {
     "time/idle_share": 0.25,
     "staleness/oldest": 3.0,
     "ratio/max": 1.0498,
-    "ratio/pg_clip_share": 0.18,
+    "loss/clip_share": 0.18,
 }
 
 
@@ -103,7 +103,7 @@ def test_no_line_is_longer_than_80_columns() -> None:
         "staleness/mean": 255.5,
         "staleness/oldest": 256.0,
         "ratio/max": 10.25,
-        "ratio/pg_clip_share": 1.0,
+        "loss/clip_share": 1.0,
         "ratio/ess": 1.0,
         "actor/idle_share": 1.0,
         "time/idle_share": 1.0,

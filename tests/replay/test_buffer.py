@@ -27,7 +27,7 @@ def make_buffer(
 
 def fill(buffer: ReplayBuffer, count: int) -> None:
     for i in range(count):
-        assert buffer.insert([make_trajectory(ticket_id=i)], version=0) == ()
+        assert buffer.insert_all([[make_trajectory(ticket_id=i)]], version=0) == ()
 
 
 def held_by(buffer: ReplayBuffer) -> dict[int, Trajectory]:
@@ -74,8 +74,8 @@ def test_an_item_leaves_with_its_last_replay() -> None:
 
 def test_a_group_stays_together() -> None:
     buffer = make_buffer()
-    buffer.insert([make_trajectory(ticket_id=i) for i in range(4)], version=0)
-    buffer.insert([make_trajectory(ticket_id=9)], version=0)
+    buffer.insert_all([[make_trajectory(ticket_id=i) for i in range(4)]], version=0)
+    buffer.insert_all([[make_trajectory(ticket_id=9)]], version=0)
     assert len(buffer) == 2 and buffer.stats().num_trajectories == 5
     items = buffer.sample(2, version=0).items
     assert sorted([t.ticket_id for t in item.trajectories] for item in items) == [[0, 1, 2, 3], [9]]
@@ -90,14 +90,14 @@ def spread(ticket_id: int, *versions: int) -> Trajectory:
 def test_an_item_is_stale_when_all_of_its_action_tokens_are_too_old() -> None:
     for versions, last_good in (((0, 3), 5), ((0, 0, 0, 0, 0, 3), 5), ((1,), 3), ((0, 1, 2), 4), ((3, 0, 0, 0), 5)):
         buffer = make_buffer(max_staleness=2)
-        buffer.insert([spread(7, *versions)], version=3)
+        buffer.insert_all([[spread(7, *versions)]], version=3)
         for version in range(3, 8):
             evicted = buffer.evict_stale(version) if version > 3 else ()
             assert (len(buffer) == 1) == (version <= last_good), (versions, version)
             assert tickets(evicted) == ([7] if version == last_good + 1 and version > 3 else [])
     # Of a group all tokens together: those that have waited for one that took long are what it is compared with.
     buffer = make_buffer(max_staleness=2)
-    buffer.insert([spread(0, 0, 0, 0, 0), spread(1, 0, 3)], version=5)
+    buffer.insert_all([[spread(0, 0, 0, 0, 0), spread(1, 0, 3)]], version=5)
     assert len(buffer) == 1
     state = buffer.state_dict()
     again = make_buffer(max_staleness=2)
@@ -107,14 +107,14 @@ def test_an_item_is_stale_when_all_of_its_action_tokens_are_too_old() -> None:
 
 def test_what_loses_tokens_soonest_is_drawn_first() -> None:
     buffer = make_buffer(OldestFirst(), max_staleness=2)
-    buffer.insert([spread(0, 3, 3, 3)], version=3)
-    buffer.insert([spread(1, 2, 2, 3)], version=3)
+    buffer.insert_all([[spread(0, 3, 3, 3)]], version=3)
+    buffer.insert_all([[spread(1, 2, 2, 3)]], version=3)
     assert [t.ticket_id for item in buffer.sample(2, version=3).items for t in item.trajectories] == [1, 0]
 
 
 def test_born_stale_is_returned_as_evicted() -> None:
     buffer = make_buffer(max_staleness=0)
-    (evicted,) = buffer.insert([make_trajectory(version=4, ticket_id=7)], version=5)
+    (evicted,) = buffer.insert_all([[make_trajectory(version=4, ticket_id=7)]], version=5)
     assert (evicted.reason, evicted.num_replays, tickets([evicted])) == ("stale", 0, [7])
 
 
@@ -131,16 +131,16 @@ def test_a_full_buffer_gives_up_the_lowest_priority_then_the_oldest() -> None:
     fill(buffer, 4)
     ids = [item.item_id for item in sorted(buffer.sample(4, version=0).items, key=lambda item: tickets([item]))]
     buffer.update_advantages(ids, [0.5, 0.2, 0.9, 0.2])
-    gone = [tickets(buffer.insert([make_trajectory(ticket_id=i)], version=0)) for i in (4, 5, 6)]
+    gone = [tickets(buffer.insert_all([[make_trajectory(ticket_id=i)]], version=0)) for i in (4, 5, 6)]
     assert gone == [[1], [3], [0]]
 
 
 def test_a_full_queue_gives_up_the_oldest() -> None:
     buffer = make_buffer(OldestFirst(), capacity=3)
     for i, version in enumerate([2, 1, 2]):
-        buffer.insert([make_trajectory(version=version, ticket_id=i)], version=2)
-    evicted = buffer.insert(
-        [make_trajectory(version=2, ticket_id=3), make_trajectory(version=2, ticket_id=4)], version=2
+        buffer.insert_all([[make_trajectory(version=version, ticket_id=i)]], version=2)
+    evicted = buffer.insert_all(
+        [[make_trajectory(version=2, ticket_id=3), make_trajectory(version=2, ticket_id=4)]], version=2
     )
     assert tickets(evicted) == [1, 0] and {e.reason for e in evicted} == {"capacity"}
 
@@ -149,9 +149,9 @@ def test_bytes_are_bounded() -> None:
     size = make_trajectory(length=10).nbytes
     buffer = make_buffer(capacity_bytes=3 * size)
     for i in range(3):
-        assert buffer.insert([make_trajectory(ticket_id=i, length=10)], version=0) == ()
+        assert buffer.insert_all([[make_trajectory(ticket_id=i, length=10)]], version=0) == ()
     assert buffer.stats().fill == 1.0
-    evicted = buffer.insert([make_trajectory(ticket_id=3, length=19)], version=0)
+    evicted = buffer.insert_all([[make_trajectory(ticket_id=3, length=19)]], version=0)
     assert tickets(evicted) == [0, 1]
     assert buffer.stats().num_bytes <= 3 * size
 
@@ -164,7 +164,7 @@ def test_items_that_come_together_are_drawn_as_if_they_came_one_by_one() -> None
         items = [[make_trajectory(version=version, ticket_id=i, signature=f"s{i % 7}")] for i in range(11)]
         if version < 18:  # as long as there is room
             assert together.insert_all(items, version) == ()
-            assert [apart.insert(item, version) for item in items] == [()] * 11
+            assert [apart.insert_all([item], version) for item in items] == [()] * 11
         samples = [buffer.sample(8, version) for buffer in (together, apart)]
         assert samples[0].item_ids.tolist() == samples[1].item_ids.tolist()
         np.testing.assert_allclose(samples[0].weights, samples[1].weights, rtol=1e-12)
@@ -177,7 +177,7 @@ def test_items_that_come_together_make_room_among_the_old_ones() -> None:
     sampler = PrioritySampler(advantage_exponent=1.0, rarity_exponent=1.0)
     buffer = make_buffer(sampler, capacity=4)
     for i, signature in enumerate("aabb"):
-        buffer.insert([make_trajectory(ticket_id=i, signature=signature)], version=0)
+        buffer.insert_all([[make_trajectory(ticket_id=i, signature=signature)]], version=0)
     buffer.update_advantages([0, 1, 2, 3], [0.3, 0.9, 0.5, 0.4])
     # 0 has the lowest p (0.3/2); without it 1 has 0.9, 2 and 3 have 0.25 and 0.2; without 3 then, 2 has 0.5
     gone = buffer.insert_all([[make_trajectory(ticket_id=i, signature="c")] for i in (4, 5, 6)], version=0)
@@ -187,7 +187,7 @@ def test_items_that_come_together_make_room_among_the_old_ones() -> None:
 def test_a_signature_that_has_lost_an_item_is_spared() -> None:
     buffer = make_buffer(PrioritySampler(advantage_exponent=1.0, advantage_epsilon=1e-9, rarity_exponent=1.0), 12)
     for i in range(12):
-        buffer.insert([make_trajectory(ticket_id=i, signature="ab"[i // 6])], version=0)
+        buffer.insert_all([[make_trajectory(ticket_id=i, signature="ab"[i // 6])]], version=0)
     buffer.update_advantages(range(12), [6.0, 6.1, 6.2, 6.3, 6.4, 6.5, 6.6, 6.7, 6.8, 6.9, 7.0, 7.1])
     # p of "a" begins at 6.0/6, of "b" at 6.6/6; without 0 and 6 they begin at 6.1/5 and 6.7/5
     gone = buffer.insert_all([[make_trajectory(ticket_id=i, signature="c")] for i in (12, 13, 14)], version=0)
@@ -221,7 +221,7 @@ def test_nothing_is_inserted_where_one_item_is_refused() -> None:
 def test_a_queue_hands_out_the_oldest_version_first() -> None:
     buffer = make_buffer(OldestFirst(), max_replays=1)
     for i, version in enumerate([2, 0, 1, 0]):
-        buffer.insert([make_trajectory(version=version, ticket_id=i)], version=2)
+        buffer.insert_all([[make_trajectory(version=version, ticket_id=i)]], version=2)
     items = buffer.sample(3, version=2).items
     assert tickets(items) == [1, 3, 2]
     assert [item.weight for item in items] == [1.0, 1.0, 1.0]
@@ -230,8 +230,8 @@ def test_a_queue_hands_out_the_oldest_version_first() -> None:
 def test_rarity_counts_the_items_in_the_buffer() -> None:
     buffer = make_buffer(PrioritySampler(rarity_exponent=1.0))
     for i, signature in enumerate(["a", "a", "a", "b"]):
-        buffer.insert([make_trajectory(ticket_id=i, signature=signature)], version=0)
-    buffer.insert([make_trajectory(ticket_id=4, signature="a")], version=0, signature="b")
+        buffer.insert_all([[make_trajectory(ticket_id=i, signature=signature)]], version=0)
+    buffer.insert_all([[make_trajectory(ticket_id=4, signature="a")]], version=0, signatures=["b"])
     # p: a 1/3 each of three, b 1/2 each of two, so N·P is 5/6 and 5/4
     weights = {tickets([item])[0]: item.weight for item in buffer.sample(5, version=0).items}
     expected = {0: 1.0, 1: 1.0, 2: 1.0, 3: (5 / 6) / (5 / 4), 4: (5 / 6) / (5 / 4)}
@@ -244,7 +244,7 @@ def test_an_unknown_advantage_counts_as_the_largest_known() -> None:
     fill(buffer, 2)
     assert [item.weight for item in buffer.sample(2, version=0).items] == [1.0, 1.0]  # nothing is known yet
     buffer.update_advantages([0, 1], [0.2, 0.8])
-    buffer.insert([make_trajectory(ticket_id=2)], version=0)
+    buffer.insert_all([[make_trajectory(ticket_id=2)]], version=0)
     weights = {tickets([item])[0]: item.weight for item in buffer.sample(3, version=0).items}
     assert weights == pytest.approx({0: 1.0, 1: 0.25, 2: 0.25})
 
@@ -263,8 +263,8 @@ def test_importance_weights_are_their_definition(exponent: float) -> None:
 def test_stats() -> None:
     buffer = make_buffer(capacity=8)
     assert buffer.stats().oldest_version is None and buffer.stats().fill == 0.0
-    buffer.insert([make_trajectory(version=3), make_trajectory(version=5)], version=5)
-    buffer.insert([make_trajectory(version=4)], version=5)
+    buffer.insert_all([[make_trajectory(version=3), make_trajectory(version=5)]], version=5)
+    buffer.insert_all([[make_trajectory(version=4)]], version=5)
     stats = buffer.stats()
     assert (stats.num_trajectories, stats.num_items, stats.num_signatures) == (3, 2, 1)
     assert (stats.oldest_version, stats.newest_version, stats.fill) == (4, 5, 3 / 8)
@@ -283,7 +283,7 @@ def step(buffer: ReplayBuffer, rng: np.random.Generator, version: int) -> list[t
             make_trajectory(version=version, signature=f"s{rng.integers(4)}", ticket_id=int(rng.integers(10**6)))
             for _ in range(rng.integers(1, 4))
         ]
-        seen += [(e.item_id, e.num_replays) for e in buffer.insert(group, version)]
+        seen += [(e.item_id, e.num_replays) for e in buffer.insert_all([group], version)]
     sample = buffer.sample(5, version, importance_exponent=0.7)
     seen += [(item.item_id, item.weight) for item in sample.items]
     seen += [(e.item_id, e.num_replays) for e in sample.evicted]
@@ -297,7 +297,7 @@ def test_the_books_balance_over_a_long_life() -> None:
     next_id = 0
     for version in range(30):
         for _ in range(6):
-            evicted = buffer.insert([make_trajectory(version=max(0, version - int(rng.integers(6))))], version)
+            evicted = buffer.insert_all([[make_trajectory(version=max(0, version - int(rng.integers(6))))]], version)
             alive[next_id] = 0
             next_id += 1
             for item in evicted:
@@ -349,7 +349,7 @@ def test_a_share_of_the_batch_is_replayed_and_the_rest_fresh() -> None:
     assert buffer.sample(4, version=0, max_replayed=3).items == ()  # nothing is fresh: the caller waits
     third = buffer.sample(4, version=0, max_replayed=4)
     assert set(third.num_replays) <= {2, 3} and third.is_last.tolist() == (third.num_replays == 3).tolist()
-    buffer.insert([make_trajectory(ticket_id=6)], version=0)
+    buffer.insert_all([[make_trajectory(ticket_id=6)]], version=0)
     assert sorted(buffer.sample(2, version=0, max_replayed=1).num_replays == 1) == [False, True]
 
 
@@ -377,7 +377,9 @@ def test_a_divided_buffer_goes_on_after_a_restart() -> None:
         for version in versions:
             for i in range(8):
                 signature, ticket_id = f"s{(7 * version + i * i) % 5}", 8 * version + i
-                buffer.insert([make_trajectory(version=version, signature=signature, ticket_id=ticket_id)], version)
+                buffer.insert_all(
+                    [[make_trajectory(version=version, signature=signature, ticket_id=ticket_id)]], version
+                )
             sample = buffer.sample(8, version, 0.5, max_replayed=3)
             buffer.update_advantages(sample.item_ids, [0.1 * (item_id % 7) for item_id in sample.item_ids.tolist()])
             seen += [(item.item_id, item.weight) for item in sample.items]
@@ -407,7 +409,7 @@ def test_old_items_are_found_among_many_new_ones() -> None:
     fill(buffer, 8)
     buffer.update_advantages([3], [5.0])
     for i in range(500):
-        (gone,) = buffer.insert([make_trajectory(ticket_id=100 + i)], version=0)
+        (gone,) = buffer.insert_all([[make_trajectory(ticket_id=100 + i)]], version=0)
         assert gone.item_id != 3
         buffer.update_advantages([8 + i], [1e-3])
     buffer.update_advantages([3, 9, 507], [2.0, 7.0, 4.0])  # 9 has left
@@ -459,11 +461,15 @@ def test_impossible_settings_are_named(setting: str, value: int) -> None:
 def test_impossible_calls_are_named() -> None:
     buffer = make_buffer(capacity=3, capacity_bytes=1000)
     with pytest.raises(ValueError, match="trajectories is empty"):
-        buffer.insert([], version=0)
+        buffer.insert_all([[]], version=0)
     with pytest.raises(ValueError, match="version is 1, but a token was sampled by 2"):
-        buffer.insert([make_trajectory(version=2)], version=1)
-    buffer.insert([make_trajectory(version=2)], version=2)
-    for call in (buffer.evict_stale, lambda v: buffer.sample(1, v), lambda v: buffer.insert([make_trajectory()], v)):
+        buffer.insert_all([[make_trajectory(version=2)]], version=1)
+    buffer.insert_all([[make_trajectory(version=2)]], version=2)
+    for call in (
+        buffer.evict_stale,
+        lambda v: buffer.sample(1, v),
+        lambda v: buffer.insert_all([[make_trajectory()]], v),
+    ):
         with pytest.raises(ValueError, match="version is 1 after 2"):
             call(1)
     with pytest.raises(ValueError, match="num_items is 0"):
