@@ -76,18 +76,21 @@ class ChatTokens:
         self.tokenizer = tokenizer
         self._format = ChatFormat(tokenizer)
         self.stop_token_ids = self._format.stop_token_ids
-        self.longest_token = max(map(len, tokenizer.get_vocab()))
+        vocabulary = tokenizer.get_vocab()
+        self.longest_token = max(map(len, vocabulary))
         """Characters that a token stands for, at most."""
         self._pieces = functools.lru_cache(_MOST_KINDS)(self._render_pieces)
         self._short_ids = functools.lru_cache(_MOST_TEXTS)(self._ids)
         self._family = FAMILIES.get(tool_parser)
         self._finds_reasoning = reasoning_parser == "think"
-        for token in () if self._family is None else (self._family.opening, self._family.closing):
-            if token not in tokenizer.get_vocab():
+        call_tokens = () if self._family is None else (self._family.opening, self._family.closing)
+        for token in call_tokens:
+            if token not in vocabulary:
                 raise ValueError(
                     f"agent.tool_parser={tool_parser} finds calls by the token {token!r}, which this tokenizer does "
                     "not have: choose the parser of the policy's family, or none"
                 )
+        self._call_ids = [vocabulary[token] for token in call_tokens]
         self._marks_speakers = False
         """Whether an answer is ended by the mark of who speaks next, such as <|user|> or <|observation|> of GLM."""
         before_user, before_tool = self._closing("user"), self._closing("tool")
@@ -187,7 +190,7 @@ class ChatTokens:
         """The tokens of an answer beside its calls, and the calls; all tokens, and no call, where one is broken."""
         if self._family is None or not tools:
             return ids, []
-        opening, closing = self.tokenizer.convert_tokens_to_ids([self._family.opening, self._family.closing])
+        opening, closing = self._call_ids
         calls: list[dict[str, Any]] = []
         beside, behind = [], 0
         try:

@@ -66,7 +66,7 @@ def calls_in(family: Family, text: str, tools: Sequence[Any]) -> list[dict[str, 
 
 def _offered(tools: Sequence[Any]) -> dict[str, _Schemas]:
     """By name, the tools of a request."""
-    found = {}
+    found: dict[str, _Schemas] = {}
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         if isinstance(function, dict) and isinstance(function.get("name"), str):
