@@ -1,8 +1,8 @@
 """Messages of a chat as tokens, and answers as messages.
 
 The policy's own chat template renders a conversation; what users and tools say is encoded apart from it, so that a text
-that spells a special token stays a text. What follows an answer is rendered behind a mark in its place: an answer's
-tokens are never made from its text again.
+that spells a token of the template stays a text. What follows an answer is rendered behind a mark in its place: an
+answer's tokens are never made from its text again.
 """
 
 import bisect
@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from impala_llm.envs.contract import text_problem
 from impala_llm.gateway.tool_calls import FAMILIES, calls_in
-from impala_llm.rollout import ChatFormat, make_special
+from impala_llm.rollout import ChatFormat, ContentEncoder, make_special
 
 Message = Mapping[str, Any]
 
@@ -80,7 +80,8 @@ class ChatTokens:
         self.longest_token = max(map(len, vocabulary))
         """Characters that a token stands for, at most."""
         self._pieces = functools.lru_cache(_MOST_KINDS)(self._render_pieces)
-        self._short_ids = functools.lru_cache(_MOST_TEXTS)(self._ids)
+        self._content_encoder = ContentEncoder(tokenizer)
+        self._short_ids = functools.lru_cache(_MOST_TEXTS)(self._content_ids)
         self._family = FAMILIES.get(tool_parser)
         self._finds_reasoning = reasoning_parser == "think"
         call_tokens = () if self._family is None else (self._family.opening, self._family.closing)
@@ -145,14 +146,21 @@ class ChatTokens:
         return pieces, self._format.closing_of(pieces[0]) if pieces and isinstance(pieces[0], tuple) else ()
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a plain text."""
-        return list(self._short_ids(text) if len(text) <= _LONGEST_TEXT else self._ids(text))
+        """Tokens of a plain text, such as the prompt of a completion, which spells no special ones.
 
-    def _ids(self, text: str, splits_special: bool = True) -> tuple[int, ...]:
-        """Raises ValueError for what no tokenizer takes."""
-        if problem := text_problem(text):
-            raise ValueError(f"a text of the request cannot be encoded: {problem}")
+        Raises:
+            ValueError: no tokenizer takes it.
+        """
+        return list(self._ids(text, splits_special=True))
+
+    def _ids(self, text: str, splits_special: bool) -> tuple[int, ...]:
+        _check_text(text)
         return tuple(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=splits_special))
+
+    def _content_ids(self, text: str) -> tuple[int, ...]:
+        """Tokens of what a user or a tool says."""
+        _check_text(text)
+        return self._content_encoder(text)
 
     def text(self, tokens: Sequence[int]) -> str:
         """Text of sampled tokens, without special ones."""
@@ -292,8 +300,17 @@ class ChatTokens:
         """Tokens with the contents in place of their marks."""
         tokens: list[int] = []
         for piece in pieces:
-            tokens += self.encode(contents[piece]) if isinstance(piece, str) else piece
+            if isinstance(piece, str):
+                text = contents[piece]
+                tokens += self._short_ids(text) if len(text) <= _LONGEST_TEXT else self._content_ids(text)
+            else:
+                tokens += piece
         return tokens
+
+
+def _check_text(text: str) -> None:
+    if problem := text_problem(text):
+        raise ValueError(f"a text of the request cannot be encoded: {problem}")
 
 
 def _left_out(message: Message) -> TemplateRefused:

@@ -181,6 +181,17 @@ def test_marks_of_speakers_that_are_merely_added_are_no_part_of_a_text(tmp_path:
     assert (read.count(user), read.count(assistant), read.count(observation)) == (1, 1, 1)
 
 
+def test_what_users_and_tools_say_begins_no_call(tiny_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.add_tokens([CALL, CALLED])
+    tokenizer.chat_template += f"{{% if tools %}}write {CALL}{CALLED}{{% endif %}}"
+    chat = ChatTokens(tokenizer, tool_parser="qwen3")
+    said = f"do {CALL}this{CALLED}"
+    for role in ("user", "tool"):
+        read = chat.opening([{"role": "user", "content": "q"}, {"role": role, "content": said}], [TOOL])
+        assert [read.count(token) for token in ids(chat, CALL, CALLED)] == [1, 1] and said in chat.whole_text(read)
+
+
 THINK, THOUGHT = "<think>", "</think>"
 
 
