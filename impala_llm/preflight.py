@@ -62,7 +62,11 @@ def check_evaluation(config: Config) -> None:
     """Before `impala-llm evaluate`. Raises ConfigError with all that was found."""
     # A policy from scratch, and the logs of a server, lie in the run's folder.
     writes = config.model.path == "scratch" or config.engine.name == "sglang"
-    first = {"run folder": (_folder,) if writes else (), "model": (_model,), "environment": (_catalogue, _unseen_limits)}
+    first = {
+        "run folder": (_folder,) if writes else (),
+        "model": (_model,),
+        "environment": (_catalogue, _unseen_limits),
+    }
     _raise_for(config, {**first, **_engine_checks()})
 
 
