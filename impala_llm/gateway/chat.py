@@ -153,12 +153,15 @@ class ChatTokens:
         """
         return list(self._ids(text, splits_special=True))
 
+    def encode_content(self, text: str) -> list[int]:
+        """Tokens of what a user or a tool says. Raises ValueError as `encode` does."""
+        return list(self._short_ids(text) if len(text) <= _LONGEST_TEXT else self._content_ids(text))
+
     def _ids(self, text: str, splits_special: bool) -> tuple[int, ...]:
         _check_text(text)
         return tuple(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=splits_special))
 
     def _content_ids(self, text: str) -> tuple[int, ...]:
-        """Tokens of what a user or a tool says."""
         _check_text(text)
         return self._content_encoder(text)
 
@@ -300,11 +303,7 @@ class ChatTokens:
         """Tokens with the contents in place of their marks."""
         tokens: list[int] = []
         for piece in pieces:
-            if isinstance(piece, str):
-                text = contents[piece]
-                tokens += self._short_ids(text) if len(text) <= _LONGEST_TEXT else self._content_ids(text)
-            else:
-                tokens += piece
+            tokens += self.encode_content(contents[piece]) if isinstance(piece, str) else piece
         return tokens
 
 
