@@ -341,6 +341,11 @@ def main(argv: Sequence[str]) -> int:
             raise DemonstrationError(f"--read {options.read}: give a number of episodes, 0 or more")
         header = read_header(options.folder)
         chosen = [d for d in read(options.folder) if options.min_score <= d.trajectory.score <= options.max_score]
+        if not chosen and next(read(options.folder), None) is None:
+            raise DemonstrationError(
+                f"{options.folder} has no recorded episode: record some with `impala-llm demonstrate "
+                f"demonstrations.dir={options.folder}`"
+            )
         if not chosen:
             raise DemonstrationError(
                 f"{options.folder} has no demonstration with a score from {options.min_score:g} to "

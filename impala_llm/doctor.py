@@ -434,7 +434,7 @@ def run_probe(code: str, *arguments: str, python: str = sys.executable, as_json:
     }
     try:
         done = subprocess.run(
-            [python, "-c", code, *arguments], capture_output=True, text=True, timeout=CHILD_S, env=environment
+            [python, "-c", code, *arguments], capture_output=True, errors="replace", timeout=CHILD_S, env=environment
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"error": str(error)}

@@ -1,6 +1,5 @@
 """`impala-llm new-env NAME`: writes an environment to begin with, and its test, into the current directory."""
 
-import contextlib
 import importlib.util
 import keyword
 import sys
@@ -83,22 +82,21 @@ def main(words: Sequence[str]) -> int:
         )
         return 2
     files = {Path(f"{name}.py"): ENVIRONMENT, Path(f"test_{name}.py"): TEST}
-    for path in files:
-        if path.exists():
-            print(f"impala-llm new-env {name}: {path} is there already: choose another name", file=sys.stderr)
-            return 2
+    made: list[Path] = []
     for path, text in files.items():
         try:
-            path.write_text(text.format(name=name, hint=HINT))
+            with path.open("x") as file:
+                made.append(path)
+                file.write(text.format(name=name, hint=HINT))
         except OSError as error:
-            for made in files:
-                with contextlib.suppress(OSError):  # it is not there, or the directory is read-only
-                    made.unlink()
-            print(
-                f"impala-llm new-env {name}: {path} cannot be written ({error.strerror}): go to another directory, or "
-                "put that right",
-                file=sys.stderr,
+            for other in made:
+                other.unlink(missing_ok=True)
+            fault = (
+                "is there already: choose another name"
+                if isinstance(error, FileExistsError)
+                else f"cannot be written ({error.strerror}): go to another directory, or put that right"
             )
+            print(f"impala-llm new-env {name}: {path} {fault}", file=sys.stderr)
             return 2
     print(
         f"{name}.py and test_{name}.py are written. Try them:\n"

@@ -63,7 +63,11 @@ def check_evaluation(config: Config) -> None:
     """Before `impala-llm evaluate`. Raises ConfigError with all that was found."""
     # A policy from scratch, and the logs of a server, lie in the run's folder.
     writes = config.model.path == "scratch" or config.engine.name == "sglang"
-    first = {"run folder": (_folder,) if writes else (), "model": (_model,), "environment": (_catalogue,)}
+    first = {
+        "run folder": (_folder,) if writes else (),
+        "model": (_model,),
+        "environment": (_catalogue, _unseen_limits),
+    }
     _raise_for(config, {**first, **_engine_checks()})
 
 
@@ -101,7 +105,8 @@ def unfit_policy(config: Config) -> str | None:
     directory = model_directory(path)
     with contextlib.suppress(OSError, yaml.YAMLError, KeyError, TypeError, AttributeError):
         trained = None if directory is None else yaml.safe_load((directory.parent / "config.yaml").read_text())
-        if trained is None:
+        agent = {} if trained is None else trained.get("agent") or {}
+        if trained is None or agent.get("name") or agent.get("command"):  # an agent's tasks are its own
             return None
         if (before := trained["env"]["name"]) != env:
             return f"model.path={path} was trained with env={before}: its scores with env={env} may say nothing"
@@ -147,7 +152,7 @@ def training_checks() -> Checks:
         "run folder": (_own_learner, _folder, _earlier_run),
         "algorithm": (_own_metrics,),
         "model": (_starting_policy, _model, _adapters, _other_models),
-        "environment": (_catalogue, _unseen_catalogue, _task_file),
+        "environment": (_catalogue, _unseen_catalogue, _unseen_at_end, _task_file),
         **_engine_checks(),
         "keys": (_learner_keys,),
         "ports": (_ports,),
@@ -221,13 +226,23 @@ def _task_file(config: Config) -> list[str]:
 
 
 def _catalogue(config: Config) -> list[str]:
-    """A hard catalogue that cannot be: that of the tasks, or the unseen one, which is played beside files as well."""
-    shop, unseen = config.env.webshop, config.evaluation.unseen_seed
-    found = [] if shop.items is not None else _beyond_limits(config, "env.webshop.catalogue_seed", shop.catalogue_seed)
-    if unseen is not None and not found:
-        others = _beyond_limits(config, "evaluation.unseen_seed", unseen)
-        found = [f"{problem}, or evaluation.unseen_seed=null" for problem in others]
-    return found
+    """A hard catalogue of the tasks that cannot be made."""
+    shop = config.env.webshop
+    return [] if shop.items is not None else _beyond_limits(config, "env.webshop.catalogue_seed", shop.catalogue_seed)
+
+
+def _unseen_limits(config: Config) -> list[str]:
+    """An unseen hard catalogue that cannot be made. An evaluation plays it beside data files as well."""
+    unseen = config.evaluation.unseen_seed
+    if unseen is None or _catalogue(config):
+        return []
+    found = _beyond_limits(config, "evaluation.unseen_seed", unseen)
+    return [f"{problem}, or evaluation.unseen_seed=null" for problem in found]
+
+
+def _unseen_at_end(config: Config) -> list[str]:
+    """The same where training ends with an evaluation: no other part of it plays the unseen catalogue."""
+    return _unseen_limits(config) if config.evaluation.before_and_after else []
 
 
 def _last_catalogue(config: Config) -> list[str]:

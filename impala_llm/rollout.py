@@ -5,9 +5,11 @@ the engine's ids and are never decoded and encoded again, so the learner scores 
 """
 
 import asyncio
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +68,7 @@ class ChatFormat:
         closing, prompt = middle.split(marks[1])[1].split(marks[2])
         self._before_first, self._after_first = (self._encode_template(piece) for piece in opening)
         between, self._after_observation = self._encode_template(closing), self._encode_template(prompt)
-        self._observation_ids = _KnownTexts(self._encode_text)
+        self._observation_ids = _KnownTexts(ContentEncoder(tokenizer))
         # Tokenizers add runs of spaces as well, and encode what they do not know as a special token.
         added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
         self._ending_ids = {*tokenizer.all_special_ids, *added} - {tokenizer.unk_token_id} | {tokenizer.eos_token_id}
@@ -105,7 +107,7 @@ class ChatFormat:
 
     def answer(self, text: str) -> list[int]:
         """Ids of an answer that is not sampled, up to the token that ends it, as the template closes it."""
-        return [*self._encode_text(text), *self._closing]
+        return [*_without_special(self._tokenizer, text), *self._closing]
 
     def text(self, answer: np.ndarray) -> str:
         """Text of an answer without what closes it. For the environment only; it is never encoded again."""
@@ -120,9 +122,37 @@ class ChatFormat:
     def _encode_template(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _encode_text(self, text: str) -> tuple[int, ...]:
-        # An observation that spells a special token must not become one: it could end a turn or forge an answer.
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+class ContentEncoder:
+    """Encodes what users, tools and environments say: a text that spells a special token, or an added one that the chat
+    template writes, stays a text. It could end a turn, or forge an answer or its reasoning.
+
+    Added tokens that the template does not write are tokens of texts, such as the HTML tags of some families.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, template = tokenizer, str(tokenizer.chat_template)
+        self._of_template = {
+            number
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if not token.special and token.content.strip() and token.content in template
+        }
+
+    def __call__(self, text: str) -> tuple[int, ...]:
+        ids = _without_special(self._tokenizer, text)
+        return ids if self._of_template.isdisjoint(ids) else _without_special(self._splitting, text)
+
+    @cached_property
+    def _splitting(self) -> PreTrainedTokenizerBase:
+        """A copy to which the template's tokens are special ones: tokenizers can split no others."""
+        tokenizer = copy.deepcopy(self._tokenizer)
+        for number in self._of_template:
+            make_special(tokenizer, number)
+        return tokenizer
+
+
+def _without_special(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
 
 def make_special(tokenizer: PreTrainedTokenizerBase, end: int) -> None:

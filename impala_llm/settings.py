@@ -136,10 +136,10 @@ class AgentConfig:
     temperature, or that are not served, such as logprobs: refuse (with status 400) or drop (with a warning in the
     actor's log)."""
     tool_parser: str = one_of("none", "qwen3", "qwen3.5", "glm", "deepseek-v3")
-    """How the policy writes calls of tools, by a parser of the package renderers, whose tokens its tokenizer must have;
-    none: they stay text."""
+    """How the policy writes calls of tools: as the family of models that is named here, whose tokens its tokenizer must
+    have; none: they stay text."""
     reasoning_parser: str = one_of("none", "think")
-    """How the policy marks its reasoning, by a parser of the package renderers; none: it stays text."""
+    """How the policy marks its reasoning: think: by <think> and </think>; none: it stays text."""
 
     @property
     def is_set(self) -> bool:

@@ -584,10 +584,8 @@ def _agent_problems(config: Config) -> list[str]:
                 found.append(f"agent.command={agent.command}: there is no program {program!r}: correct its path")
     if agent.tasks is not None and not Path(agent.tasks).expanduser().is_file():
         found.append(f"agent.tasks={agent.tasks} is no file: give JSON lines, an object for each task")
-    for key, package in {"name": "openai", "tool_parser": "renderers", "reasoning_parser": "renderers"}.items():
-        value = getattr(agent, key)
-        if value not in (None, "none") and importlib.util.find_spec(package) is None:
-            found.append(f"agent.{key}={value} needs the package {package}: pip install 'impala-llm[agents]'")
+    if agent.name is not None and importlib.util.find_spec("openai") is None:
+        found.append(f"agent.name={agent.name} needs the package openai: pip install 'impala-llm[agents]'")
     for key in ("unroll_turns", "unroll_tokens"):
         if (value := getattr(config.actor, key)) is not None:
             found.append(

@@ -22,7 +22,15 @@ from transformers import AutoTokenizer
 from impala_llm.cli import main
 from impala_llm.config import ConfigError, load
 from impala_llm.demonstrate import record
-from impala_llm.demonstrations import Demonstration, DemonstrationError, add_part, read, readable
+from impala_llm.demonstrations import (
+    Demonstration,
+    DemonstrationError,
+    add_part,
+    read,
+    read_header,
+    readable,
+    write_header,
+)
 from impala_llm.envs.toy import CorridorSuite, ToyScript
 from impala_llm.pipeline.shm.actor_claims import claimed_servers
 from impala_llm.rollout import Turn
@@ -324,6 +332,8 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(
 
     assert "holds no demonstrations" in refusal(tmp_path / "nowhere")
     assert "widen --min-score" in refusal(noisy, "--min-score", "1", "--max-score", "0")
+    write_header(tmp_path / "begun", read_header(noisy))
+    assert f"{tmp_path / 'begun'} has no recorded episode: record some" in refusal(tmp_path / "begun")
     assert "--read -1: " in refusal(noisy, "--read", "-1")
     (tmp_path / "there").mkdir()
     assert "exists: name a new folder" in refusal(noisy, "--out", tmp_path / "there")

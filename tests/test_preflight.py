@@ -98,6 +98,19 @@ def test_a_policy_that_was_made_for_other_tasks_is_named_where_that_can_be_known
     assert said("env=corridor", f"model.path={run}/policy") is None
 
 
+def test_of_a_policy_that_was_trained_with_an_agent_nothing_is_said(model: Path, tmp_path: Path) -> None:
+    """Its tasks were the agent's, whatever environment the settings name."""
+    run = tmp_path / "run"
+    shutil.copytree(model, run / "policy")
+    written = to_yaml(load(["agent.command=ls"]))
+    for agent in ("command: ls\n", "name: my_agent:agent\n"):
+        assert "  command: ls\n" in written
+        (run / "config.yaml").write_text(written.replace("command: ls\n", agent))
+        path = f"model.path={run}/policy"
+        assert unfit_policy(load(["env=parrot", path])) is None
+        assert unfit_policy(load([path, "env.webshop.catalogue_seed=3", "evaluation.unseen_seed=0"])) is None
+
+
 @pytest.mark.parametrize("command", ["train", "actors", "evaluate"])
 def test_a_model_without_chat_template_is_refused(
     command: str, refused: Callable[..., str], model: Path, tmp_path: Path
@@ -289,6 +302,15 @@ def test_an_unseen_catalogue_that_cannot_be_is_refused_before_it_is_played(
     of_files = [f"env.webshop.{key}={tmp_path / 'records.json'}" for key in ("items", "attributes")]
     said = refused(*of_files, "env.webshop.num_products=5000", command=command)
     assert "env.webshop.num_products=5000: " in said and "or evaluation.unseen_seed=null" in said
+
+
+def test_an_unseen_catalogue_that_cannot_be_is_none_of_a_run_that_does_not_play_it(tmp_path: Path) -> None:
+    words = ["experiment=quickstart", f"run.dir={tmp_path / 'out'}", "evaluation.unseen_seed=100000"]
+    with pytest.raises(ConfigError, match="evaluation.unseen_seed=100000"):
+        preflight.check_training(load([*words, "evaluation.before_and_after=true"]))
+    preflight.check_training(load([*words, "evaluation.before_and_after=false"]))
+    demonstrations = [f"demonstrations.dir={tmp_path / 'new'}", "demonstrations.player=script"]
+    preflight.check_recording(load([*words, *demonstrations]))
 
 
 @pytest.mark.parametrize(

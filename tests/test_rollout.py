@@ -135,6 +135,19 @@ def test_special_token_in_an_observation_is_only_text(scratch):
     assert scratch.decode(chat.first("a<|end|>b")[:-1]) == "a<|end|>b"
 
 
+def test_a_text_that_spells_an_added_token_of_the_template_is_one_in_an_answer_alone(tiny_model):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.add_tokens(["<think>", "</think>", "<table>"])
+    thought, table = tokenizer.convert_tokens_to_ids(["</think>", "<table>"])
+    tokenizer.chat_template += "{% if add_generation_prompt %}<think></think>{% endif %}"
+    chat, said = ChatFormat(tokenizer), "a </think><table>"
+    for ids in (chat.first(said), chat.following(said, tokenizer.eos_token_id)):
+        assert ids.count(thought) == 1, "of the template"
+        assert ids.count(table) == 1, "a token of texts"
+        assert said in tokenizer.decode(ids)
+    assert chat.answer(said).count(thought) == 1
+
+
 @pytest.mark.parametrize("said", [{"score": 30.0}, {"score": None, "stats": {"room": "kitchen"}}, {"success": True}])
 def test_a_full_context_has_no_score_whatever_info_held_on_the_way(scratch, said):
     class Telling(Echo):

@@ -2,7 +2,7 @@
 
 From outside: `agents`, which plays an episode, and `tasks`.
 
-- a request: connections, server, requests and anthropic (bodies), chat (messages as tokens)
+- a request: connections, server, requests and anthropic (bodies), chat (messages as tokens), tool_calls (in answers)
 - an episode: episode, conversation (which answer a request continues), tree (the tokens, and the trajectory in the end)
 - agents: agent_pool, worker, worker_pipes, descendants (what they have started)
 """

@@ -1,8 +1,8 @@
 """Messages of a chat as tokens, and answers as messages.
 
 The policy's own chat template renders a conversation; texts of users and tools are encoded apart from it, so that a
-text that spells a special token stays a text. Messages after an answer are rendered behind a mark in the answer's
-place: its tokens are never made from its text again.
+text that spells a token of the template stays a text. Messages after an answer are rendered behind a mark in the
+answer's place: its tokens are never made from its text again.
 """
 
 import bisect
@@ -18,7 +18,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from impala_llm.envs.contract import text_problem
-from impala_llm.rollout import ChatFormat, make_special
+from impala_llm.gateway.tool_calls import FAMILIES, calls_in
+from impala_llm.rollout import ChatFormat, ContentEncoder, make_special
 
 Message = Mapping[str, Any]
 
@@ -29,13 +30,6 @@ _ANSWER = "qzanswerqz"
 _THINK, _THOUGHT = "<think>", "</think>"
 _OPENED_WITHIN = 8
 """Tokens at the end of a prompt in which the template may open the reasoning."""
-_CALL_TOKENS = {"qwen3": "<tool_call>", "qwen3.5": "<tool_call>", "glm": "<tool_call>"} | {
-    "deepseek-v3": "<｜tool▁calls▁begin｜>"
-}
-"""Tokens by which the parsers find calls."""
-_STATUSES = ("ok", "invalid_json")
-"""Status of a call that may be whole. qwen3.5 and glm write no quotes around texts and call each of those invalid JSON;
-of a call that is invalid as a whole the parsers give no name, or a text in place of the arguments: see `_is_call`."""
 _MOST_TEXTS, _LONGEST_TEXT = 1024, 4096
 """Texts whose tokens are kept, and characters of such a text: with their tokens they take some tens of MB at most."""
 _MOST_KINDS = 128
@@ -70,11 +64,10 @@ class ChatTokens:
     """Between messages and tokens, by the tokenizer of a policy.
 
     Args:
-        tool_parser, reasoning_parser: names of parsers of the package `renderers`, or "none".
+        tool_parser, reasoning_parser: as in the settings of agents.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or not the tokens that the parser looks for, or `renderers` is
-            not installed.
+        ValueError: the tokenizer has no chat template, or not the tokens between which the parser looks for calls.
     """
 
     def __init__(
@@ -83,29 +76,22 @@ class ChatTokens:
         self.tokenizer = tokenizer
         self._format = ChatFormat(tokenizer)
         self.stop_token_ids = self._format.stop_token_ids
-        self.longest_token = max(map(len, tokenizer.get_vocab()))
+        vocabulary = tokenizer.get_vocab()
+        self.longest_token = max(map(len, vocabulary))
         """Characters that a token stands for, at most."""
         self._pieces = functools.lru_cache(_MOST_KINDS)(self._render_pieces)
-        self._short_ids = functools.lru_cache(_MOST_TEXTS)(self._ids)
-        self._tool_parser = self._reasoning_parser = None
-        opening = _CALL_TOKENS.get(tool_parser)
-        if opening is not None and opening not in tokenizer.get_vocab():
-            raise ValueError(
-                f"agent.tool_parser={tool_parser} finds calls by the token {opening!r}, which this tokenizer does not "
-                "have: choose the parser of the policy's family, or none"
-            )
-        if (tool_parser, reasoning_parser) != ("none", "none"):
-            try:
-                from renderers.parsers import get_reasoning_parser, get_tool_parser
-            except ImportError as error:
+        self._content_encoder = ContentEncoder(tokenizer)
+        self._short_ids = functools.lru_cache(_MOST_TEXTS)(self._content_ids)
+        self._family = FAMILIES.get(tool_parser)
+        self._finds_reasoning = reasoning_parser == "think"
+        call_tokens = () if self._family is None else (self._family.opening, self._family.closing)
+        for token in call_tokens:
+            if token not in vocabulary:
                 raise ValueError(
-                    f"agent.tool_parser={tool_parser} and agent.reasoning_parser={reasoning_parser} need the package "
-                    "renderers: pip install 'impala-llm[agents]'"
-                ) from error
-            if tool_parser != "none":
-                self._tool_parser = get_tool_parser(tool_parser, tokenizer)
-            if reasoning_parser != "none":
-                self._reasoning_parser = get_reasoning_parser(reasoning_parser, tokenizer)
+                    f"agent.tool_parser={tool_parser} finds calls by the token {token!r}, which this tokenizer does "
+                    "not have: choose the parser of the policy's family, or none"
+                )
+        self._call_ids = [vocabulary[token] for token in call_tokens]
         self._marks_speakers = False
         """Whether an answer is ended by the mark of who speaks next, such as <|user|> or <|observation|> of GLM."""
         before_user, before_tool = self._closing("user"), self._closing("tool")
@@ -124,7 +110,7 @@ class ChatTokens:
     @property
     def finds_calls(self) -> bool:
         """Whether there is a parser for tool calls."""
-        return self._tool_parser is not None
+        return self._family is not None
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
         """Tokens of a conversation from its beginning up to the next answer.
@@ -160,14 +146,24 @@ class ChatTokens:
         return pieces, self._format.closing_of(pieces[0]) if pieces and isinstance(pieces[0], tuple) else ()
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a plain text."""
-        return list(self._short_ids(text) if len(text) <= _LONGEST_TEXT else self._ids(text))
+        """Tokens of a plain text, such as the prompt of a completion, which spells no special ones.
 
-    def _ids(self, text: str, splits_special: bool = True) -> tuple[int, ...]:
-        """Raises ValueError for what no tokenizer takes."""
-        if problem := text_problem(text):
-            raise ValueError(f"a text of the request cannot be encoded: {problem}")
+        Raises:
+            ValueError: no tokenizer takes it.
+        """
+        return list(self._ids(text, splits_special=True))
+
+    def encode_content(self, text: str) -> list[int]:
+        """Tokens of what a user or a tool says. Raises ValueError as `encode` does."""
+        return list(self._short_ids(text) if len(text) <= _LONGEST_TEXT else self._content_ids(text))
+
+    def _ids(self, text: str, splits_special: bool) -> tuple[int, ...]:
+        _check_text(text)
         return tuple(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=splits_special))
+
+    def _content_ids(self, text: str) -> tuple[int, ...]:
+        _check_text(text)
+        return self._content_encoder(text)
 
     def text(self, tokens: Sequence[int]) -> str:
         """Text of sampled tokens, without special ones."""
@@ -181,38 +177,46 @@ class ChatTokens:
         assert isinstance(text, str)  # of one row
         return text
 
-    def reply(self, tokens: Sequence[int], read: Sequence[int] = (), with_calls: bool = True) -> Reply:
-        """An answer's tokens as a message. Calls that the parser finds broken stay a part of its text.
+    def reply(self, tokens: Sequence[int], read: Sequence[int] = (), tools: Sequence[Any] = ()) -> Reply:
+        """An answer's tokens as a message. Where a call is broken, all stay a part of its text, see tool_calls.py.
 
         Args:
             read: tokens before it, with which the template may have opened the reasoning.
-            with_calls: look for calls; where the client has offered no tools there are none.
+            tools: those that the client has offered: there are no calls of others.
         """
         ids = list(tokens)
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
         opened = _THINK if self.whole_text(read[-_OPENED_WITHIN:]).rstrip().endswith(_THINK) else ""
         thoughts = self._num_thoughts(ids, opened)
-        calls: list[dict[str, Any]] = []
-        if self._tool_parser is not None and with_calls:
-            rest, calls = self._without_calls(self._tool_parser, ids[thoughts:])
-            ids = [*ids[:thoughts], *rest]
-        if self._reasoning_parser is None:
-            return Reply(self._unclosed(ids), None, calls)
+        rest, calls = self._without_calls(ids[thoughts:], tools)
+        ids = [*ids[:thoughts], *rest]
         whole = opened + self.whole_text(ids)
-        reasoning, content = self._reasoning_parser.extract(whole)
-        return Reply(self._unclosed(ids) if content == whole else content.strip(), reasoning, calls)
+        if not self._finds_reasoning or not whole.startswith(_THINK):
+            return Reply(self._unclosed(ids), None, calls)
+        reasoning, closing, content = whole.removeprefix(_THINK).partition(_THOUGHT)
+        return Reply(content.strip(), None if closing and not reasoning else reasoning, calls)
 
-    def _without_calls(self, parser: Any, ids: list[int]) -> tuple[list[int], list[dict[str, Any]]]:
+    def _without_calls(self, ids: list[int], tools: Sequence[Any]) -> tuple[list[int], list[dict[str, Any]]]:
         """The tokens of an answer beside its calls, and the calls; all tokens, and no call, where one is broken."""
-        # Other people's code, which raises on much that a policy may write, such as a number of 5,000 digits.
-        with contextlib.suppress(Exception):
-            rest, parsed = parser.extract(ids)
-            if parsed and all(
-                str(call.status.value) in _STATUSES and _is_call(call.name, call.arguments) for call in parsed
-            ):
-                return rest, [_tool_call(call.name, call.arguments) for call in parsed]
-        return ids, []
+        if self._family is None or not tools:
+            return ids, []
+        opening, closing = self._call_ids
+        calls: list[dict[str, Any]] = []
+        beside, behind = [], 0
+        try:
+            for start in [place for place, token in enumerate(ids) if token == opening]:
+                if start >= behind:
+                    end = ids.index(closing, start)  # ValueError: it has no end
+                    calls += calls_in(self._family, self.whole_text(ids[start + 1 : end]), tools)
+                    beside.append(ids[behind:start])
+                    behind = end + 1
+        except (ValueError, RecursionError):
+            return ids, []
+        if not calls:
+            return ids, []
+        texts = [part for part in [*beside, ids[behind:]] if self.whole_text(part).strip()]  # not newlines of the form
+        return [token for part in texts for token in part], [_tool_call(call) for call in calls]
 
     def _unclosed(self, tokens: Sequence[int]) -> str:
         """Text of an answer without what the template writes to close it: it is written again with the message."""
@@ -227,7 +231,7 @@ class ChatTokens:
         def is_over(number: int) -> bool:
             return _THOUGHT in opened + self.whole_text(ids[:number])
 
-        if self._reasoning_parser is None or not is_over(len(ids)):
+        if not self._finds_reasoning or not is_over(len(ids)):
             return 0
         number = bisect.bisect_left(range(len(ids)), True, key=is_over)
         return number if (opened + self.whole_text(ids[:number])).startswith(_THINK) else 0
@@ -299,8 +303,13 @@ class ChatTokens:
         """Tokens with the contents in place of their marks."""
         tokens: list[int] = []
         for piece in pieces:
-            tokens += self.encode(contents[piece]) if isinstance(piece, str) else piece
+            tokens += self.encode_content(contents[piece]) if isinstance(piece, str) else piece
         return tokens
+
+
+def _check_text(text: str) -> None:
+    if problem := text_problem(text):
+        raise ValueError(f"a text of the request cannot be encoded: {problem}")
 
 
 def _left_out(message: Message) -> TemplateRefused:
@@ -374,14 +383,5 @@ def texts_of(message: Message) -> list[str]:
     return [text_of(message.get("content")), *(str(call["function"].get("arguments")) for call in calls)]
 
 
-def _tool_call(name: str, arguments: Any) -> dict[str, Any]:
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments if arguments is not None else {})
-    return {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": {"name": name, "arguments": text}}
-
-
-def _is_call(name: Any, arguments: Any) -> bool:
-    """Whether a call has a name, and an object of arguments, as clients and tools expect."""
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):
-            arguments = json.loads(arguments)
-    return isinstance(name, str) and name != "" and (arguments is None or isinstance(arguments, dict))
+def _tool_call(function: dict[str, Any]) -> dict[str, Any]:
+    return {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function}

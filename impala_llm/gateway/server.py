@@ -201,7 +201,7 @@ class Gateway:
         choices = []
         for index, answer in enumerate(answers):
             assert answer.generation is not None
-            reply = conversation.chat.reply(answer.generation.tokens.tolist(), place.read, bool(wish.tools))
+            reply = conversation.chat.reply(answer.generation.tokens.tolist(), place.read, wish.tools)
             content, stop = _before_stop(reply.content, wish.stop)
             reasoning = reply.reasoning
             if stop is None and reasoning is not None:

@@ -235,7 +235,7 @@ def _read_commands(loop: asyncio.AbstractEventLoop, commands: BinaryIO, handle: 
 
 async def main() -> None:
     """Run until the standard input ends."""
-    told = int(sys.argv[1])
+    told = int(sys.argv.pop())  # an agent that reads its arguments as it is imported is not to find it
     commands, events = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(told), "wb", buffering=0)  # no agent inherits them
     os.close(told)
     null = os.open(os.devnull, os.O_RDONLY)

@@ -358,6 +358,17 @@ def test_what_the_interpreter_prints_at_its_start_is_no_event(agents: Path, monk
 
 
 @pytest.mark.system
+def test_an_agent_that_reads_the_arguments_of_its_process_as_it_is_imported_finds_none(agents: Path) -> None:
+    with (agents / "pool_agents.py").open("a") as file:
+        file.write("import argparse\nargparse.ArgumentParser().parse_args()\n")
+
+    async def test(pool: AgentPool) -> None:
+        assert await play(pool, "number") == 0.5
+
+    use(test)
+
+
+@pytest.mark.system
 def test_a_blocked_process_is_found_without_a_time_out(agents: Path) -> None:
     async def test(pool: AgentPool) -> None:
         blocking = asyncio.ensure_future(play(pool, "block", file=str(agents / "blocks")))

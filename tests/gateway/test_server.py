@@ -431,6 +431,10 @@ def test_what_is_too_long_by_far_is_refused_before_it_is_encoded(
             encoded.append(len(text))
             return super().encode(text)
 
+        def encode_content(self, text: str) -> list[int]:
+            encoded.append(len(text))
+            return super().encode_content(text)
+
         def text(self, tokens: Any) -> str:
             encoded.append(len(tokens))
             return super().text(tokens)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from impala_llm.gateway.chat import ChatTokens, Reply
+from impala_llm.gateway.chat import ChatTokens
 from impala_llm.learning.scratch import ACT, END
 from impala_llm.rollout import EpisodeLimits
 from tests.gateway import test_server
@@ -73,7 +73,7 @@ def test_a_call_and_its_result_go_both_ways_and_keep_the_sampled_tokens(chat: Ch
 
 @pytest.mark.parametrize("broken", [[CALL, "7", CALLED], [CALL, CALLS[0]], [CALL, CALLS[0], CALLED, CALL, "7", CALLED]])
 def test_a_broken_call_stays_text(chat: ChatTokens, broken: list[str]) -> None:
-    reply = chat.reply(ids(chat, *broken, END))
+    reply = chat.reply(ids(chat, *broken, END), tools=[TOOL])
     assert reply.tool_calls == [] and reply.content == "".join(broken)
 
 
@@ -181,6 +181,17 @@ def test_marks_of_speakers_that_are_merely_added_are_no_part_of_a_text(tmp_path:
     assert (read.count(user), read.count(assistant), read.count(observation)) == (1, 1, 1)
 
 
+def test_what_users_and_tools_say_begins_no_call(tiny_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.add_tokens([CALL, CALLED])
+    tokenizer.chat_template += f"{{% if tools %}}write {CALL}{CALLED}{{% endif %}}"
+    chat = ChatTokens(tokenizer, tool_parser="qwen3")
+    said = f"do {CALL}this{CALLED}"
+    for role in ("user", "tool"):
+        read = chat.opening([{"role": "user", "content": "q"}, {"role": role, "content": said}], [TOOL])
+        assert [read.count(token) for token in ids(chat, CALL, CALLED)] == [1, 1] and said in chat.whole_text(read)
+
+
 THINK, THOUGHT = "<think>", "</think>"
 
 
@@ -200,7 +211,7 @@ def test_a_call_that_is_only_thought_of_is_none_and_takes_nothing_from_the_answe
     tokenizer = AutoTokenizer.from_pretrained(make_tool_policy(tmp_path / "policy"))
     tokenizer.add_tokens([THINK, THOUGHT])
     thinking = ChatTokens(tokenizer, tool_parser="qwen3", reasoning_parser="think")
-    reply = thinking.reply(ids(thinking, *said, END))
+    reply = thinking.reply(ids(thinking, *said, END), tools=[TOOL])
     assert (reply.content, reply.reasoning) == (content, reasoning)
     assert [json.loads(call["function"]["arguments"])["key"] for call in reply.tool_calls] == arguments
 
@@ -286,78 +297,3 @@ def test_a_parser_whose_tokens_the_policy_does_not_have_is_refused(tiny_model: P
     for parser, token in {"qwen3": "<tool_call>", "deepseek-v3": "tool▁calls▁begin"}.items():
         with pytest.raises(ValueError, match=f"agent.tool_parser={parser} finds calls by the token .*{token}"):
             ChatTokens(tokenizer, tool_parser=parser)
-
-
-@pytest.mark.parametrize("arguments", ['"b"', "[1]", "5", '"[1]"', '{"key": 1}'])
-def test_a_call_whose_arguments_are_no_object_stays_text(tiny_model: Path, arguments: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    tokenizer.add_tokens([CALL, CALLED])  # the parser looks for these tokens
-    chat = ChatTokens(tokenizer, tool_parser="qwen3")
-    text = f'{CALL}\n{{"name": "look_up", "arguments": {arguments}}}\n{CALLED}'
-    reply = chat.reply(tokenizer.encode(text, add_special_tokens=False))
-    if arguments.startswith("{"):
-        assert [call["function"]["arguments"] for call in reply.tool_calls] == [arguments]
-    else:
-        assert reply.tool_calls == [] and "look_up" in reply.content
-
-
-XML, PAIRS, FENCED = "qwen3.5", "glm", "deepseek-v3"
-FAMILIES = {
-    "qwen3": [CALL, CALLED],
-    XML: [CALL, CALLED],
-    PAIRS: [CALL, CALLED, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
-    FENCED: [f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")],
-}
-
-
-def reply_of_family(tiny_model: Path, parser: str, text: str) -> Reply:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    tokenizer.add_tokens(FAMILIES[parser])
-    return ChatTokens(tokenizer, parser).reply(tokenizer.encode(text, add_special_tokens=False))
-
-
-WHOLE = {
-    XML: f"{CALL}\n<function=look_up>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
-    f"</function>\n{CALLED}",
-    PAIRS: f"{CALL}look_up\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
-    f"<arg_value>3</arg_value>\n{CALLED}",
-}
-
-
-@pytest.mark.parametrize("parser", [XML, PAIRS])
-def test_a_call_whose_texts_have_no_quotes_is_one(tiny_model: Path, parser: str) -> None:
-    reply = reply_of_family(tiny_model, parser, f"I look.{WHOLE[parser]}")
-    [call] = [call["function"] for call in reply.tool_calls]
-    assert (call["name"], json.loads(call["arguments"])) == ("look_up", {"city": "Paris", "days": 3})
-    assert reply.content == "I look."
-
-
-@pytest.mark.parametrize(
-    ("parser", "text"),
-    [
-        ("qwen3", f'{CALL}\n{{"name": "look_up", "arguments": {{"city": Paris}}}}\n{CALLED}'),
-        (XML, WHOLE[XML].removesuffix(CALLED)),
-        (XML, f"{CALL}\n<parameter=city>\nParis\n</parameter>\n{CALLED}"),
-        (PAIRS, WHOLE[PAIRS].removesuffix(CALLED)),
-        (PAIRS, WHOLE[PAIRS].replace("look_up", "")),
-        (PAIRS, f"{CALL}look_up\n<arg_key>city</arg_key>\n<arg_value>Paris\n{CALLED}"),
-        (
-            FENCED,
-            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n"
-            '{"city": Paris}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-        ),
-    ],
-)
-def test_a_broken_call_of_every_family_stays_text(tiny_model: Path, parser: str, text: str) -> None:
-    reply = reply_of_family(tiny_model, parser, text)
-    assert reply.tool_calls == [] and reply.content == text
-
-
-@pytest.mark.parametrize("inside", ["[" * 3000, "1" * 5000], ids=["deep", "long number"])
-def test_a_call_on_which_the_parser_raises_stays_text(tiny_model: Path, inside: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    tokenizer.add_tokens([CALL, CALLED])
-    chat = ChatTokens(tokenizer, tool_parser="qwen3")
-    text = f"{CALL}{inside}{CALLED}"
-    reply = chat.reply(tokenizer.encode(text, add_special_tokens=False))
-    assert reply.tool_calls == [] and reply.content == text

@@ -191,8 +191,9 @@ class SGLangEngine:
         A server that is down gets them when it is back. Where all are down, this waits for the first.
 
         Raises:
-            EngineError: a version below the present one; a directory that does not fit the model, or that a server
-                refuses. The old weights stay in use there, and answers continue.
+            EngineError: a version below the present one; a directory that cannot be read, or that a server refuses. The
+                old weights stay in use there, and answers continue.
+            ModelRefused: the directory is of another model than the servers have.
         """
         self._check_open()
         if version < self.version:
@@ -239,7 +240,7 @@ class SGLangEngine:
         """Load a version into all servers, whatever their labels: their learner has died, perhaps during a transfer.
 
         Raises:
-            EngineError: see `load_weights`.
+            EngineError, ModelRefused: see `load_weights`.
         """
         self._check_open()
         directory = Path(source.path).absolute()

@@ -62,7 +62,7 @@ class ReplicaWeights:
             self._layout = read_layout(directory)
 
     def check_layout(self, directory: Path) -> None:
-        """Raise EngineError where a directory does not hold the tensors of the servers' model."""
+        """Raise ModelRefused where a directory does not hold the tensors of the servers' model."""
         layout = read_layout(directory)
         if self._layout is None:
             self._layout = layout

@@ -14,7 +14,7 @@ from typing import Literal
 
 from safetensors import SafetensorError, safe_open
 
-from impala_llm.engines.base import EngineError
+from impala_llm.engines.base import EngineError, ModelRefused
 from impala_llm.engines.sglang.client import ServerLost, ServerRefused, SGLangClient
 
 InFlight = Literal["keep_kv", "recompute_kv", "drain"]
@@ -62,7 +62,7 @@ def read_layout(directory: Path) -> Layout:
 
 
 def check_layout(found: Layout, expected: Layout, directory: Path) -> None:
-    """Compare two layouts. Raises EngineError where tensors are missing, unknown or of another shape."""
+    """Compare two layouts. Raises ModelRefused where tensors are missing, unknown or of another shape."""
     if _OUTPUT_HEAD not in expected:  # the embeddings are tied
         found = {name: shape for name, shape in found.items() if name != _OUTPUT_HEAD}
     wrong = [
@@ -80,7 +80,7 @@ def check_layout(found: Layout, expected: Layout, directory: Path) -> None:
         if names
     ]
     if problems:
-        raise EngineError(
+        raise ModelRefused(
             f"the weights in {directory} are not of the server's model ({'; '.join(problems)}); the old weights stay in"
             " use: give the server the model that the learner trains"
         )

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from impala_llm.config import load
 from impala_llm.engines import make_engine
-from impala_llm.engines.base import EngineError, SamplingParams, ServerUnfit
+from impala_llm.engines.base import EngineError, ModelRefused, SamplingParams, ServerUnfit
 from impala_llm.engines.sglang.engine import SGLangEngine
 from impala_llm.engines.sglang.external_server import RemoteServer, find_servers
 from impala_llm.engines.sglang.response import BrokenAnswer
@@ -376,7 +376,7 @@ def test_a_directory_of_another_model_is_never_sent(tmp_path):
         fake = FakeServer()
         async with running(fake) as engine:
             await engine.load_weights(weights(tmp_path / "w"), 1)
-            with pytest.raises(EngineError, match="1 of another shape"):
+            with pytest.raises(ModelRefused, match="1 of another shape"):
                 await engine.load_weights(weights(tmp_path / "other", rows=4), 2)
             (tmp_path / "none").mkdir()
             with pytest.raises(EngineError, match="no \\*.safetensors"):
