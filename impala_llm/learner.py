@@ -21,7 +21,6 @@ import gc
 if __name__ == "__main__":
     gc.disable()  # there is no garbage among what is imported, and to look for it took a fifth of a start
 
-import os
 import signal
 import sys
 import traceback
@@ -46,20 +45,20 @@ from impala_llm.learning.checkpoint import Checkpointer, Stateful
 from impala_llm.learning.checkpoint_files import CheckpointError
 from impala_llm.learning.folder_owner import FolderOwner
 from impala_llm.learning.model import policy_files
-from impala_llm.learning.origin import Origin, board_dtype, find_origin, make_model
+from impala_llm.learning.origin import Origin, find_origin, make_model
 from impala_llm.learning.packing import OutOfMemory
 from impala_llm.learning.parallel import Ranks, check_ranks, exit_process
 from impala_llm.learning.past import Past, rates_of
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
-from impala_llm.learning.publishing import VersionPublisher, server_transport
+from impala_llm.learning.publishing import make_publisher, server_transport
 from impala_llm.learning.resume import Start, check_folder
 from impala_llm.learning.saving import Moment, Parts, Saving
 from impala_llm.learning.training_time import TrainingTime, share_done
 from impala_llm.observability.actor_news import ActorNews
 from impala_llm.observability.meters import Meters
 from impala_llm.observability.metrics import MetricError
-from impala_llm.observability.terminal import SupervisorView, TerminalView, View
+from impala_llm.observability.terminal import make_view
 from impala_llm.observability.writers import MetricWriter, last_metrics
 from impala_llm.pipeline import LearnerEndpoint
 from impala_llm.pipeline.network.keys import KeyFileError
@@ -68,7 +67,7 @@ from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 from impala_llm.pipeline.tickets.curriculum import Curriculum
 from impala_llm.settings import Config
 from impala_llm.stop_signals import Stopped, StopSignals
-from impala_llm.supervised import NOT_SAVED, SUPERVISED, end_with_supervisor, keep_exit_codes, say, tell
+from impala_llm.supervised import NOT_SAVED, end_with_supervisor, keep_exit_codes, say, tell
 from impala_llm.trainer import Trainer
 
 SAYS_WHAT_TO_DO = (ArenaError, CheckpointError, ConfigError, KeyFileError, MetricError, OutOfMemory, RunDirectoryError)
@@ -132,7 +131,7 @@ class Learner:
         self.notes_versions = ranks.is_main and (self.checkpointer.is_on or origin.checkpoint is not None)
         self.model = make_model(config, origin, ranks)
         past = self.restore_tickets(origin)
-        self.publisher = self.make_publisher()
+        self.publisher = make_publisher(config, ranks, self.model, self.endpoint)
         self.publisher.begin(self.version)
         suite = suite_of(config)
         batch_size = config.learner.batch_size // ranks.world_size
@@ -147,7 +146,9 @@ class Learner:
             self.publisher.transports.append(transport)
 
         self.batches = BatchSource(config, self.receiver, batch_size, config.run.seed + ranks.rank, curriculum)
-        self.writer, self.view = self.make_writer(stack), self.make_view(stack)
+        is_shown = ranks.is_main and config.run.terminal
+        self.writer = self.make_writer(stack)
+        self.view = make_view(config.learner.total_updates, stack) if is_shown else None
         self.actors = ActorNews(self.receiver, config.pipeline.bind)
         staleness = None if config.algorithm.credit.teaches_at_any_age else config.algorithm.max_staleness
         self.meters = Meters(self.receiver, ranks, staleness)
@@ -267,12 +268,6 @@ class Learner:
         self.reserve_version()
         return past
 
-    def make_publisher(self) -> VersionPublisher:
-        """Publisher of the versions, on the boards at first."""
-        interval, staleness = self.config.learner.sync_interval, self.config.algorithm.max_staleness
-        boards = self.endpoint.board, self.endpoint.kept
-        return VersionPublisher(self.ranks, self.model, *boards, interval, staleness, dtype=board_dtype(self.config))
-
     def make_writer(self, stack: ExitStack) -> MetricWriter | None:
         """Writer of the metrics, on rank 0."""
         if not self.ranks.is_main:
@@ -281,14 +276,6 @@ class Learner:
         writer = stack.enter_context(MetricWriter(folder, names, self.update))
         writer.write_text("settings", to_yaml(self.config))
         return writer
-
-    def make_view(self, stack: ExitStack) -> View | None:
-        """View of the run in the terminal: the supervisor's, where there is one."""
-        if not self.ranks.is_main or not self.config.run.terminal:
-            return None
-        if SUPERVISED in os.environ:
-            return SupervisorView()
-        return stack.enter_context(TerminalView(self.config.learner.total_updates))
 
     def make_evaluation(self, suite: Suite, origin: Origin, stack: ExitStack) -> InRunEvaluation | None:
         """Evaluations inside of the run, on rank 0."""

@@ -6,7 +6,7 @@ number that is not finite ends no rank: all leave the step out together, and the
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.scoring import Scorers, action_log_probs
 from impala_llm.learning.shaped_rewards import Shaping
 from impala_llm.learning.survey import Survey
-from impala_llm.learning.update import Update, UpdateResult, have_gradients, optimizer_steps, reason_left_out
+from impala_llm.learning.update import Update, have_gradients, optimizer_steps, reason_left_out
 from impala_llm.learning.work_balance import WorkBalance
 from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.observability.metrics import MetricLog, declare
@@ -38,6 +38,19 @@ from impala_llm.trajectory import Trajectory
 
 _STATEFUL = ("entropy", "rewards", "collapse", "monitor", "budget")
 """Parts of the trainer whose state lives from update to update."""
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """Findings of an update beside the new weights: the batch source and the metrics take them from here."""
+
+    metrics: MetricLog
+    """Of this rank."""
+    abs_advantages: Mapping[int, float]
+    """Largest mean |A| of a trajectory, by buffer item of this rank's batch."""
+    effective_share: float | None
+    """Effective sample size of the weights that the loss gave to the tokens of all ranks, as a fraction of their
+    number; None where no token had a finite weight."""
 
 
 class Trainer:

@@ -152,6 +152,13 @@ def lease_tensors(lease: WeightLease) -> dict[str, Tensor]:
     return found
 
 
+def make_publisher(config: Config, ranks: Ranks, model: PolicyModel, endpoint: LearnerEndpoint) -> "VersionPublisher":
+    """Make the publisher of a rank's versions, which goes by the boards; `server_transport` is added to it."""
+    interval, staleness = config.learner.sync_interval, config.algorithm.max_staleness
+    boards = endpoint.board, endpoint.kept
+    return VersionPublisher(ranks, model, *boards, interval, staleness, dtype=board_dtype(config))
+
+
 class VersionPublisher:
     """Publishes or keeps the learner's versions. One for each rank, all of which are at the same version.
 

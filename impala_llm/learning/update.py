@@ -1,7 +1,7 @@
 """An update on its way through the trainer: the batch of one rank, and what is summed up over its micro-batches."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +11,6 @@ from impala_llm.algorithms.advantages import episode_return, levelled_returns
 from impala_llm.algorithms.interface import MetricValue
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.objective import Denominators, Outcome
-from impala_llm.observability.metrics import MetricLog
 from impala_llm.trajectory import Trajectory
 
 
@@ -65,19 +64,6 @@ def reason_left_out(culprits: Sequence[Trajectory], discount: float, version: in
         f"{earned:g}){others}, at version {version}: check {check}, or "
         "set algorithm.normalize_reward=true or a lower learner.learning_rate"
     )
-
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """Findings of an update beside the new weights: the batch source and the metrics take them from here."""
-
-    metrics: MetricLog
-    """Of this rank."""
-    abs_advantages: Mapping[int, float]
-    """Largest mean |A| of a trajectory, by buffer item of this rank's batch."""
-    effective_share: float | None
-    """Effective sample size of the weights that the loss gave to the tokens of all ranks, as a fraction of their
-    number; None where no token had a finite weight."""
 
 
 @dataclass

@@ -5,11 +5,12 @@ the supervisor where there is one, to which the learner sends the metrics (`Supe
 messages stand above the lines even after the learner has died.
 """
 
+import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Protocol, TextIO
 
@@ -18,7 +19,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from impala_llm.supervised import tell
+from impala_llm.supervised import SUPERVISED, tell
 
 PLAIN_INTERVAL_S = 10.0
 PATIENCE_S = 2.0
@@ -184,6 +185,11 @@ class SupervisorView:
 
     def update(self, step: int, metrics: Mapping[str, float], progress: float | None = None) -> None:
         tell(update=[step, {name: metrics[name] for name in (*SHOWN, SECONDS) if name in metrics}, progress])
+
+
+def make_view(num_steps: int, stack: ExitStack) -> View:
+    """Make the view of a learner: its supervisor's, if it has one, else one of its own, which `stack` closes."""
+    return SupervisorView() if SUPERVISED in os.environ else stack.enter_context(TerminalView(num_steps))
 
 
 def render(metrics: Mapping[str, float], progress: str) -> list[str]:
