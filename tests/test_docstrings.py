@@ -27,18 +27,6 @@ MAKES = {
 }
 """Name of the class that each function of the package makes, by its annotation: some make exceptions."""
 
-WITHOUT_SECTIONS = {
-    # The loops of algorithms/vtrace.py, with its arguments: their docstrings name the parameters in one line.
-    *("algorithms/kernels.py: padded_targets", "algorithms/kernels.py: packed_targets"),
-    *("algorithms/scan.py: padded_targets", "algorithms/scan.py: packed_targets"),
-    "algorithms/vtrace.py: ValueCredit.targets",
-    "algorithms/vtrace.py: ValueCredit.measure",
-    "algorithms/vtrace.py: VTrace.measure",
-    "pipeline/shm/run_directory.py: check_name",
-    "pipeline/shm/run_directory.py: run_path",
-}
-"""Functions of several parameters that have no entry for some of them."""
-
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -126,16 +114,11 @@ def test_each_parameter_of_several_has_an_entry_under_args() -> None:
     for each in FUNCTIONS:
         names = each.parameters()
         is_documented_elsewhere = any((name, each.function.name) in METHODS for name in each.stands_for)
-        if len(names) < 2 or each.name in WITHOUT_SECTIONS or (not each.docstring and is_documented_elsewhere):
+        if len(names) < 2 or (not each.docstring and is_documented_elsewhere):
             continue
         if left := [name for name in names if name not in each.entries("Args")]:
             missing[each.name] = left
     assert missing == {}
-
-
-def test_functions_without_sections_exist() -> None:
-    """An exception from the rule ends with its function."""
-    assert {each.name for each in FUNCTIONS} >= WITHOUT_SECTIONS
 
 
 def test_each_entry_under_args_is_a_parameter() -> None:

@@ -1,7 +1,7 @@
 """Backward recursions as compiled loops over tensors in main memory: `scan` has the same two for other devices.
 
-They run on one thread and release the GIL. Invariant: what follows a step whose discount is exactly 0 is not
-looked at, so that NaN or infinities behind the end of an episode do not reach the steps before it; any other NaN is
+They run on one thread and release the GIL. Invariant: what follows a step whose discount is exactly 0 is
+ignored, so that NaN or infinities behind the end of an episode do not reach the steps before it; any other NaN is
 passed on.
 """
 
@@ -23,9 +23,12 @@ def padded_targets(
     bootstrap_value: Tensor,
     caps: Caps,
 ) -> tuple[Tensor, Tensor]:
-    """v_t and r_t + γ_t v_{t+1} - V_t of rows of one length, both [T, B].
+    """Return v_t and r_t + γ_t v_{t+1} - V_t of rows of one length, both [T, B].
 
-    ratio, discounts, rewards, values: float[T, B]; bootstrap_value: float[B].
+    Args:
+        ratio, discounts, rewards, values: float[T, B].
+        bootstrap_value: float[B], V past the end of each row.
+        caps: ρ̄, c̄ and λ.
     """
     vs, advantages = _empty_pair(values)
     targets = vs.numpy()
@@ -45,10 +48,13 @@ def packed_targets(
     segment_ids: Tensor,
     caps: Caps,
 ) -> tuple[Tensor, Tensor]:
-    """v_t and r_t + γ_t v_{t+1} - V_t, both [N], of rows laid end to end.
+    """Return v_t and r_t + γ_t v_{t+1} - V_t, both [N], of rows laid end to end.
 
-    ratio, discounts, rewards, values: float[N]; bootstrap_value: float[num_segments]; segment_ids: int64[N], whose
-    values must have been checked: the loop does not.
+    Args:
+        ratio, discounts, rewards, values: float[N].
+        bootstrap_value: float[num_segments], V past the end of each row.
+        segment_ids: int64[N], the row of each step, ascending; not checked here.
+        caps: ρ̄, c̄ and λ.
     """
     vs, advantages = _empty_pair(values)
     targets = vs.numpy()
@@ -99,7 +105,7 @@ def _padded(
             error = zero if ends else next_error[b]
             gain = rewards[t, b] - value
             advantages[t, b] = gain + gamma * (following + error)
-            # compared this way round, and not by min(): NaN stays NaN
+            # `x > cap` in place of min(), so that NaN is passed on
             delta = (rho_bar if rho > rho_bar else rho) * (gain + gamma * following)
             error = delta + gamma * lam * (c_bar if rho > c_bar else rho) * error
             vs[t, b] = value + error

@@ -1,6 +1,6 @@
 """Backward recursions in torch operations, for tensors on any device: `kernels` has the same two for the CPU.
 
-Time is dimension 0. Invariant: what follows a step whose decay is exactly 0 is not looked at, so that NaN or infinities
+Time is dimension 0. Invariant: what follows a step whose decay is exactly 0 is ignored, so that NaN or infinities
 behind the end of an episode do not reach the steps before it; 0 · NaN would.
 """
 
@@ -21,9 +21,12 @@ def padded_targets(
     bootstrap_value: Tensor,
     caps: Caps,
 ) -> tuple[Tensor, Tensor]:
-    """v_t and r_t + γ_t v_{t+1} - V_t of rows of one length, both [T, B], T >= 1.
+    """Return v_t and r_t + γ_t v_{t+1} - V_t of rows of one length, both [T, B], T >= 1.
 
-    ratio, discounts, rewards, values: float[T, B]; bootstrap_value: float[B].
+    Args:
+        ratio, discounts, rewards, values: float[T, B].
+        bootstrap_value: float[B], V past the end of each row.
+        caps: ρ̄, c̄ and λ.
     """
     is_end = discounts == 0
 
@@ -44,9 +47,13 @@ def packed_targets(
     segment_ids: Tensor,
     caps: Caps,
 ) -> tuple[Tensor, Tensor]:
-    """v_t and r_t + γ_t v_{t+1} - V_t, both [N], of rows laid end to end, N >= 1.
+    """Return v_t and r_t + γ_t v_{t+1} - V_t, both [N], of rows laid end to end, N >= 1.
 
-    ratio, discounts, rewards, values: float[N]; bootstrap_value: float[num_segments]; segment_ids: int64[N].
+    Args:
+        ratio, discounts, rewards, values: float[N].
+        bootstrap_value: float[num_segments], V past the end of each row.
+        segment_ids: int64[N], the row of each step, ascending.
+        caps: ρ̄, c̄ and λ.
     """
     is_last = torch.ones_like(segment_ids, dtype=torch.bool)
     torch.ne(segment_ids[1:], segment_ids[:-1], out=is_last[:-1])

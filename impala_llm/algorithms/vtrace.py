@@ -316,7 +316,12 @@ class ValueCredit(Credit):
 
     @abstractmethod
     def targets(self, scored: Scored, steps: Steps) -> tuple[Tensor, TurnVTraceOutput]:
-        """Return the advantages of the steps, and what else the recursion gave."""
+        """Return the advantages of the steps, float[N], and the output of the recursion.
+
+        Args:
+            scored: the policy's log-probabilities and values of a micro-batch.
+            steps: its N steps, tokens or turns by `granularity`.
+        """
 
     def __call__(self, scored: Scored, batch: PackedBatch, prepared: Tensor | None) -> Worth:
         by_token = self.granularity == "token"
@@ -339,6 +344,12 @@ class ValueCredit(Credit):
         )
 
     def measure(self, values: Tensor, target: TurnVTraceOutput) -> list[MetricValue]:
+        """Return the metrics of a micro-batch.
+
+        Args:
+            values: float[N], V of each step, without gradient.
+            target: output of the recursion.
+        """
         return [("value/explained_variance", moments(target.vs) + moments(target.vs - values), float(len(values)))]
 
 
@@ -356,7 +367,7 @@ class GAE(ValueCredit):
 @credit("vtrace")
 @dataclass
 class VTrace(ValueCredit):
-    """V-trace: the value of what the learner's policy would have got, from data of an older one."""
+    """V-trace: estimates the value of the learner's policy from data of an older policy."""
 
     metrics = ValueCredit.metrics | {
         "ratio/rho_clip_share": "share of ratios above rho_bar, which the value targets truncate",

@@ -66,6 +66,7 @@ def check_name(what: str, name: str) -> str:
 
     Args:
         what: noun for the error message.
+        name: 1 to 64 characters.
 
     Raises:
         ValueError: it may not.
@@ -82,7 +83,14 @@ def shared_memory() -> Path:
 
 
 def run_path(run_name: str, base: Path | None = None) -> Path:
-    """Directory of a run, whether or not it is there. run_name, base: as for `RunDirectory.create`."""
+    """Directory of a run, whether or not it is there.
+
+    Args:
+        run_name, base: as for `RunDirectory.create`.
+
+    Raises:
+        ValueError: the name cannot be part of a file name.
+    """
     check_name("run name", run_name)
     return (base or shared_memory()) / f"impala_llm-{os.getuid()}-{run_name}"
 
