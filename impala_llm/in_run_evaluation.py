@@ -152,7 +152,7 @@ class InRunEvaluation:
 
     def _compare_with_kept(self) -> None:
         """Take over the score of the policy that is kept as the best one, if it is higher than what is known."""
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
             kept = json.loads((self._best / _SCORE_FILE).read_text())
             version, score = int(kept["evaluation/version"]), float(kept["evaluation/score"])
             found = Best(version, score, int(kept.get("evaluation/update", version)))

@@ -167,7 +167,8 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
         learner.environment[LOST_OWNER] = start.lost_owner
     say(f"starting a learner and {len(actors)} actor{'s' * (len(actors) != 1)}; logs are in {config.run.dir}/logs")
     if not actors:
-        say(f"start actors with {how_to_join(config)}")
+        once = "once the learner has begun, " if start.goes_on else ""  # config.yaml is that of before until then
+        say(f"{once}start actors with {how_to_join(config)}")
     final = (STOPPED, BAD_SETTINGS, NOT_SAVED)
     with (
         _stop_signal() as stop_signal,

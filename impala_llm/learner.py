@@ -97,7 +97,7 @@ class Learner:
     Args:
         ranks: all ranks of the learner.
         stack: closes the parts at the end, and saves the policy, unless an error has ended the run.
-        start: how the run starts, by `how_to_start`; under a supervisor, which has decided that, the default.
+        start: of the run, by `check_folder`.
         stops: signals of this process.
     """
 

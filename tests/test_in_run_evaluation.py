@@ -312,7 +312,10 @@ def test_a_learner_that_goes_on_keeps_the_best_of_the_one_before_unless_it_finds
         assert kept(tmp_path)[0] == best
 
 
-@pytest.mark.parametrize("content", ["[]", "null", '{"evaluation/version": null, "evaluation/score": null}'])
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "null", '{"evaluation/version": null, "evaluation/score": null}', '{"evaluation/version": Infinity}'],
+)
 def test_figures_of_the_best_policy_that_are_damaged_end_no_learner(tmp_path: Path, content: str) -> None:
     (tmp_path / "policy-best").mkdir()
     (tmp_path / "policy-best" / "evaluation.json").write_text(content)

@@ -65,10 +65,10 @@ def calls_in(family: Family, text: str, tools: Sequence[Any]) -> list[dict[str, 
 
 
 def _offered(tools: Sequence[Any]) -> dict[str, _Schemas]:
-    """By name, the tools of a request."""
+    """By name, the tools of a request; clients give them flat too, as the form of OpenAI's responses is."""
     found: dict[str, _Schemas] = {}
     for tool in tools:
-        function = tool.get("function") if isinstance(tool, dict) else None
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
         if isinstance(function, dict) and isinstance(function.get("name"), str):
             parameters = function.get("parameters")
             schemas = parameters.get("properties") if isinstance(parameters, dict) else None

@@ -70,6 +70,8 @@ class FolderOwner:
         self._me = {"id": uuid.uuid4().hex, **_this_process()}
         self._beats = 0
         self._is_over = threading.Event()
+        self._before: dict[str, Any] | None = None
+        """Record of an owner that lives no longer. It stays in the folder where this one may not write over it."""
         self._other: dict[str, Any] | None = None
         self._looked_at = time.monotonic()
         self.on_taken: Callable[[], object] = lambda: None
@@ -78,10 +80,11 @@ class FolderOwner:
 
     def __enter__(self) -> Self:
         if self._is_main:
-            found = _read(self._path)
+            self._before = found = _read(self._path)
             if found is not None and found["id"] != self._lost and found["space"] != _process_space():
                 self._other = _watch(self._path, found, self._silence_s)
-                self.check()
+            self._looked_at = time.monotonic()
+            self.check()
             self._write()
             self._thread.start()
         return self
@@ -126,7 +129,7 @@ class FolderOwner:
 
     def _find_other(self) -> None:
         found, self._looked_at = _read(self._path), time.monotonic()
-        if found is not None and found.get("id") != self._me["id"]:
+        if found is not None and found["id"] != self._me["id"] and found != self._before:
             self._other = found
 
     def _write(self) -> None:

@@ -28,6 +28,7 @@ from impala_llm.pipeline.shm.run_directory import (
 from impala_llm.pipeline.shm.store_header import settings_of
 from impala_llm.settings import Config, holds_run, leaves, model_directory, written
 from impala_llm.supervised import LOST_OWNER, SUPERVISED
+from impala_llm.writable_folders import try_to_write, writing_to
 
 _MUST_AGREE = (
     *("model.path", "model.scratch.", "model.value_hidden_size", "model.lora", "env."),
@@ -145,7 +146,10 @@ def begin(config: Config, say: Callable[[str], object]) -> Start:
     start = how_to_start(config)
     for note in start.notes:
         say(note)
-    if not start.goes_on:  # else its learner does, once it has accepted them
+    if start.goes_on:  # its learner writes its settings, once it has accepted them
+        with writing_to(f"run.dir={config.run.dir}"):
+            try_to_write(Path(config.run.dir))
+    else:
         keep_settings(config)
     return replace(start, lost_owner=lost)
 

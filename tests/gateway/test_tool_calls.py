@@ -29,7 +29,7 @@ TYPES: dict[str, Any] = {
 }
 TOOLS = [
     {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": TYPES}}},
-    {"type": "function", "function": {"name": "look-up"}},
+    {"type": "function", "name": "look-up"},
 ]
 
 

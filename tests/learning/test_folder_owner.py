@@ -1,6 +1,7 @@
 """One learner at a time in a run's folder: who is refused, who waits, and who has to go."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -211,6 +212,35 @@ def test_a_lost_host_is_waited_for_once(tmp_path: Path) -> None:
     of_another_host(tmp_path, 5)
     with FolderOwner(tmp_path, silence_s=SILENCE_S) as owner:
         owner.look()
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_start_that_takes_long_takes_the_folder_of_one_that_lives_no_longer(tmp_path: Path, is_over: bool) -> None:
+    """Longer than two beats, after which a learner looks at the folder as one that was frozen does."""
+    note(tmp_path, ELSEWHERE | {"beats": 7, "over": is_over})
+    owner = FolderOwner(tmp_path, beat_s=1e-6, silence_s=SILENCE_S)
+    owner.on_taken = lambda: pytest.fail("shared memory is given up")
+    with owner:
+        owner.look()
+
+
+def test_the_record_of_one_that_lives_no_longer_is_not_a_new_one_where_it_cannot_be_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FolderOwner(tmp_path):
+        pass
+
+    def refuse(path: object, *_: object) -> int:
+        raise OSError("disk quota exceeded")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with FolderOwner(tmp_path, beat_s=BEAT_S) as owner:
+        owner.look()
+    monkeypatch.undo()
+    with FolderOwner(tmp_path, beat_s=BEAT_S) as owner:
+        of_another_host(tmp_path, 1)
+        with pytest.raises(FolderTaken):
+            owner.look()
 
 
 def test_a_folder_that_cannot_be_written_to_does_not_replace_the_exit_code_of_a_learner(tmp_path: Path) -> None:
