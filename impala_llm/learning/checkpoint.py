@@ -418,7 +418,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, tuple[str, Tensor]]) -> tup
 
     def pieces() -> Iterator[bytes | memoryview]:
         yield layout.header
-        for key in layout.places:
+        for key in layout.infos:
             tensor = tensors[key][1]
             if tensor.numel():
                 yield tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -86,7 +86,7 @@ def test_a_trajectory_beyond_the_budget_has_a_micro_batch_of_its_own() -> None:
 
 def test_an_action_at_the_first_place_cannot_reach_packing() -> None:
     trajectory = make_trajectory(4, [(1, 4)])
-    with pytest.raises(ValueError, match="action_mask is True at place 0"):
+    with pytest.raises(ValueError, match="action_mask is True at index 0"):
         type(trajectory)(
             **{name: getattr(trajectory, name) for name in (*ARRAY_FIELDS, *METADATA_FIELDS)}
             | {"action_mask": np.ones(4, bool), "turns": np.array([[0, 4]], np.int32)}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from impala_llm.pipeline.shm.record import encode_record, record_bytes
-from impala_llm.pipeline.shm.ring import ArenaReader, ArenaWriter, Place
+from impala_llm.pipeline.shm.ring import ArenaReader, ArenaWriter, Span
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
@@ -37,10 +37,10 @@ class Side:
         self.writer = ArenaWriter(path / "actor.arena", 1 << 18)
         self.offers = Offers(ArenaReader(path / "actor.arena") if shared else None)
 
-    def write(self, trajectory: Trajectory) -> Place:
-        place = self.writer.write(encode_record(trajectory))
-        assert place is not None
-        return place
+    def write(self, trajectory: Trajectory) -> Span:
+        span = self.writer.write(encode_record(trajectory))
+        assert span is not None
+        return span
 
     def erase(self) -> None:
         """Overwrite all records of the actor's arena."""
