@@ -294,8 +294,8 @@ class Checkpointer:
             exported.mkdir()
             for name, content in state.files.items():
                 written.files[f"{POLICY}/{name}"] = write_file(aside / POLICY / name, [content])
-            places = {key: (key, t) for key, t in copied.policy.items()}
-            written.files[_WEIGHTS] = _write_tensors(aside / _WEIGHTS, places)
+            named = {key: (key, t) for key, t in copied.policy.items()}
+            written.files[_WEIGHTS] = _write_tensors(aside / _WEIGHTS, named)
         elif self._rank == 0 and exported.is_dir():  # written by all ranks together
             for path in exported.rglob("*"):
                 sync(path)
