@@ -45,8 +45,8 @@ from impala_llm.settings import AlgorithmConfig, CreditSettings, LossSettings
 from impala_llm.trajectory import Trajectory
 
 MetricValue = tuple[str, float | tuple[float, ...], float]
-"""A measurement: metric, value, and its weight, the number of items that the value is a mean of. A figure of a whole
-batch that is not a mean of the figures of its parts, such as a standard deviation, is given by the means from which it
+"""A measurement: metric, value, and its weight, the number of items that the value is a mean of. A metric of a whole
+batch that is not a mean of the metrics of its parts, such as a standard deviation, is given by the means from which it
 is computed; see `moments`."""
 
 

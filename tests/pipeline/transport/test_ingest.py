@@ -332,7 +332,7 @@ def test_impossible_sizes_are_refused_and_the_rest_is_not_held_up(side: Side, nu
 
 
 @pytest.mark.parametrize("start", [1, -8, 2**15, 2**40, 2**62, 2**63 - 1, -(2**63)])
-def test_impossible_places_are_refused_and_the_rest_is_not_held_up(side: Side, start: int) -> None:
+def test_impossible_spans_are_refused_and_the_rest_is_not_held_up(side: Side, start: int) -> None:
     rows = [side.descriptor(i, play(ticket)) for i, ticket in enumerate(side.tickets[:3])]
     side.offer(rows[0], rows[1]._replace(start=start), rows[2])
     settled = side.take()
