@@ -6,7 +6,7 @@ An episode starts only with a ticket from the learner and ends in exactly one of
 unroll, is sent, or its ticket is given back with the reason. Weights are swapped between two decoding steps while
 episodes continue; a ticket that asks for a newer policy version than the engine has waits for it.
 
-Where evaluations inside of the run are wanted, a part of its places is for their tasks (evaluation_episodes.py), which
+Where evaluations inside of the run are wanted, a part of its slots is for their tasks (evaluation_episodes.py), which
 need no ticket.
 
 Left out on purpose: nothing here decides what to play, in which order, or how stale it may be. The learner does. The
@@ -38,7 +38,7 @@ from impala_llm.engines.sglang.engine import SGLangEngine
 from impala_llm.environment_faults import EnvironmentBroken, EnvironmentFaults, failure_reason, is_fault
 from impala_llm.envs import contract
 from impala_llm.envs.contract import EnvironmentFault
-from impala_llm.evaluation_episodes import EvaluationEpisodes, evaluation_places
+from impala_llm.evaluation_episodes import EvaluationEpisodes, evaluation_slots
 from impala_llm.gateway.agents import AgentFailed, AgentPlayer
 from impala_llm.gateway.tasks import suite_of
 from impala_llm.learning.policy_files import resolve_policy
@@ -210,7 +210,7 @@ class Actor:
             self.is_up, self.failed_starts = True, 0
             self.channel.request(self.config.actor.max_episodes)
             if self.evaluation is not None:
-                self.channel.first.request_evaluation(evaluation_places(self.config))
+                self.channel.first.request_evaluation(evaluation_slots(self.config))
             self.start_loading()
         finally:
             self.starting = None
@@ -258,14 +258,14 @@ class Actor:
 
     def start_episodes(self) -> None:
         """Start waiting episodes, in the order of the tickets, while there is room and the weights are new enough."""
-        places = self.config.actor.max_episodes
+        slots = self.config.actor.max_episodes
         if self.evaluation is not None and self.is_up:
             under_way = len(self.evaluation.running)
-            free = min(evaluation_places(self.config) - under_way, places - under_way - len(self.running))
+            free = min(evaluation_slots(self.config) - under_way, slots - under_way - len(self.running))
             self.evaluation.start(free, self.engine.version)
-            places -= len(self.evaluation.running)
+            slots -= len(self.evaluation.running)
         for ticket in list(self.waiting) if self.is_up else ():
-            if len(self.running) >= places:
+            if len(self.running) >= slots:
                 return
             if ticket.min_version > self.engine.version:
                 continue  # not break: the replacement of a ticket that was given back may demand an older version

@@ -85,7 +85,7 @@ class Child:
     environment: dict[str, str]
     num_ranks: int | None = None
     """None: one process that is no rank."""
-    meeting_place: Path | None = None
+    rendezvous_dir: Path | None = None
     """Folder in which several ranks find each other."""
     forks: ForkServer | None = None
     """Starts its process; None: the supervisor does, as it does where there are several."""
@@ -134,7 +134,7 @@ class Child:
         number, total = str(rank), str(self.num_ranks)
         ranks = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": total, "LOCAL_WORLD_SIZE": total}
         return ranks | (
-            {} if self.meeting_place is None else {RENDEZVOUS: f"file://{self.meeting_place}/ranks-{token}"}
+            {} if self.rendezvous_dir is None else {RENDEZVOUS: f"file://{self.rendezvous_dir}/ranks-{token}"}
         )
 
     def start_process(self, environment: dict[str, str], told: int) -> Process:

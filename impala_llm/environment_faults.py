@@ -68,8 +68,8 @@ class EnvironmentFaults:
         cause = error.__cause__ or error
         # A cause that was raised in another process, or never, has no traceback.
         frames = traceback.extract_tb(cause.__traceback__) or traceback.extract_tb(error.__traceback__)
-        place = f" in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-        kind = f"{type(error).__name__}, {type(cause).__name__}{place}"
+        location = f" in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        kind = f"{type(error).__name__}, {type(cause).__name__}{location}"
         if kind not in self._seen:
             self._seen.add(kind)
             traceback.print_exception(error)

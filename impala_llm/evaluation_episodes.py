@@ -1,4 +1,4 @@
-"""Evaluation tasks at an actor: played beside its training episodes, on the same engine, in a part of its places.
+"""Evaluation tasks at an actor: played beside its training episodes, on the same engine, in a part of its slots.
 
 Invariant: only the tasks that the learner named last are played. A result is kept until another evaluation begins, and
 sent again whenever its task is named again: the learner names a task until it has the result.
@@ -74,15 +74,15 @@ class EvaluationEpisodes:
             task.cancel()
         self.running.clear()
 
-    def start(self, places: int, version: int) -> None:
+    def start(self, slots: int, version: int) -> None:
         """Start tasks that wait.
 
         Args:
-            places: how many more may be under way.
+            slots: how many more may be under way.
             version: of the engine's weights; older ones than the learner asks for play nothing.
         """
-        while self._waiting and places > 0 and version >= self._grant.min_version:
-            places -= 1
+        while self._waiting and slots > 0 and version >= self._grant.min_version:
+            slots -= 1
             task_id = self._waiting.popleft()
             self.running[task_id] = task = asyncio.create_task(self._attempt(self._grant, task_id))
             task.add_done_callback(partial(self._ended, task_id))
@@ -115,6 +115,6 @@ class EvaluationEpisodes:
             del self.running[task_id]
 
 
-def evaluation_places(config: Config) -> int:
+def evaluation_slots(config: Config) -> int:
     """Number of evaluation tasks that an actor plays at once."""
     return max(1, int(config.evaluation.run_share * config.actor.max_episodes))

@@ -115,12 +115,12 @@ class Imitation:
         gradient, and squared errors of its values; scalars, in nats and squared rewards."""
         micro, sft = cpu_micro.to(self.ranks.device), self.config.sft
         hidden = self.model.hidden(micro.tokens, micro.position_ids, micro.context_lengths)
-        places = self._places(micro)
+        indices = self._target_indices(micro)
         is_answer = torch.zeros_like(micro.tokens, dtype=torch.bool)
         is_answer[micro.action_positions] = True
-        is_answer = is_answer[places]
+        is_answer = is_answer[indices]
         # At temperature 1: that of later sampling is no property of the demonstrations.
-        losses = -self.model.action_log_probs(hidden[places - 1], micro.tokens[places], 1.0)[0]
+        losses = -self.model.action_log_probs(hidden[indices - 1], micro.tokens[indices], 1.0)[0]
         of_tokens = torch.where(is_answer, losses, sft.observation_weight * losses).sum()
         of_answers = losses.detach()[is_answer].sum()
         if not self.value_coef:
@@ -130,7 +130,7 @@ class Imitation:
         errors = self.model.values(hidden[micro.turn_value_positions]) - targets.to(hidden.device)
         return of_tokens, of_answers, errors[errors.detach().isfinite()].square().sum()
 
-    def _places(self, micro: PackedBatch) -> torch.Tensor:
+    def _target_indices(self, micro: PackedBatch) -> torch.Tensor:
         """int64[N]: the tokens with a weight; never the first of a row, which nothing predicts."""
         return micro.position_ids.nonzero().squeeze(1) if self.config.sft.observation_weight else micro.action_positions
 
@@ -138,8 +138,8 @@ class Imitation:
         """Compute a micro-batch forward and backward, for its time and memory alone."""
         micro = cpu_micro.to(self.ranks.device)
         hidden = self.model.hidden(micro.tokens, micro.position_ids, micro.context_lengths)
-        places = self._places(micro)
+        indices = self._target_indices(micro)
         try:
-            self.model.action_log_probs(hidden[places - 1], micro.tokens[places], 1.0)[0].sum().backward()
+            self.model.action_log_probs(hidden[indices - 1], micro.tokens[indices], 1.0)[0].sum().backward()
         finally:  # memory may run out before the backward has ended
             self.model.zero_grad(set_to_none=True)

@@ -177,7 +177,7 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
         ) as run_dir,
         _terminal_view(config) as view,
     ):
-        learner.meeting_place = run_dir.path
+        learner.rendezvous_dir = run_dir.path
         try:
             view.status("the learner and its actors are starting")
             for child in children:

@@ -115,8 +115,8 @@ class Learner:
         self.run_folder = Path(config.run.dir)
         self.owner = FolderOwner(self.run_folder, ranks.is_main, start.lost_owner)
         self.files = policy_files(resolve_policy(config))
-        place = ranks.process, ranks.world_size, ranks.barrier
-        self.endpoint = stack.enter_context(LearnerEndpoint(config, *place, self.files, start.take_over, start.run_id))
+        rank = ranks.process, ranks.world_size, ranks.barrier
+        self.endpoint = stack.enter_context(LearnerEndpoint(config, *rank, self.files, start.take_over, start.run_id))
         self.owner.on_taken = self.endpoint.run_dir.release  # where another has gone on, what lies here is stale
         stack.enter_context(self.owner)
         self.checkpointer = Checkpointer(

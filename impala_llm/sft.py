@@ -114,8 +114,8 @@ def load_data(config: Config, policy: Path, folders: Sequence[Path]) -> Data:
             f"longest {longest}: raise it to that, or record them again with this one"
         )
     tasks = sorted({d.task for d in found})
-    places = np.random.default_rng(config.run.seed).permutation(len(tasks))
-    held_out = {tasks[i] for i in places[: min(config.sft.held_out_tasks, len(tasks) // 10)]}
+    order = np.random.default_rng(config.run.seed).permutation(len(tasks))
+    held_out = {tasks[i] for i in order[: min(config.sft.held_out_tasks, len(tasks) // 10)]}
     digest = hashlib.sha256()
     for d in found:
         digest.update(d.trajectory.tokens.tobytes() + d.trajectory.turns.tobytes() + d.trajectory.rewards.tobytes())
@@ -232,10 +232,10 @@ class WarmStart:
 
     def batch(self, update: int) -> list[Trajectory]:
         """The demonstrations of an update."""
-        epoch, place = divmod(update, self.per_epoch)
+        epoch, index = divmod(update, self.per_epoch)
         order = np.random.default_rng((self.config.run.seed, epoch)).permutation(len(self.data.learned))
         size = self.config.sft.batch_size
-        return [self.data.learned[i] for i in order[place * size : (place + 1) * size]]
+        return [self.data.learned[i] for i in order[index * size : (index + 1) * size]]
 
     def measure(self) -> None:
         """Write and say the losses of what is held out."""

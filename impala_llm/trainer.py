@@ -202,7 +202,7 @@ class Trainer:
         """Return the denominators of one of several optimizer steps, over all ranks.
 
         Args:
-            part: places of its trajectories in the batch.
+            part: indices of its trajectories in the batch.
         """
         chosen = [update.batch.trajectories[i] for i in part]
         counts = [sum(t.num_action_tokens for t in chosen), sum(len(t.turns) for t in chosen), len(chosen)]
@@ -226,44 +226,45 @@ class Trainer:
             found = self.budget.run(trajectories, measure, take_part=self.take_part)
         return call_batch_limit(loss, torch.cat([torch.zeros(0), *found]), self.ranks.sum)
 
-    def rows(self, update: Update, cpu_micro: PackedBatch, places: Sequence[int]) -> tuple[PackedBatch, Rows]:
+    def rows(self, update: Update, cpu_micro: PackedBatch, indices: Sequence[int]) -> tuple[PackedBatch, Rows]:
         """Return a micro-batch on the device, with the rewards that it is trained on, and what else its rows have."""
         micro, device = cpu_micro.to(self.ranks.device), self.ranks.device
-        extra = np.concatenate([update.shaping[i] for i in places])
+        extra = np.concatenate([update.shaping[i] for i in indices])
         micro.turn_rewards.add_(torch.from_numpy(extra).to(micro.turn_rewards))
         micro.turn_rewards.div_(self.rewards.divisor)
+        borrowed = [update.batch.item_ids[i] >= 0 for i in indices] if update.batch.borrowed else None
         return micro, Rows(
-            update.weights[list(places)].to(device),
-            None if update.prepared is None else update.prepared[list(places)].to(device),
-            self.monitor.recomputed(micro, [update.batch.trajectories[i] for i in places]),
+            update.weights[list(indices)].to(device),
+            None if update.prepared is None else update.prepared[list(indices)].to(device),
+            self.monitor.recomputed(micro, [update.batch.trajectories[i] for i in indices]),
             self.scorers.scores(micro),
-            torch.cat([update.at_start[i] for i in places]).to(device) if update.at_start else None,
-            torch.tensor([update.batch.item_ids[i] >= 0 for i in places]).to(device) if update.batch.borrowed else None,
+            torch.cat([update.at_start[i] for i in indices]).to(device) if update.at_start else None,
+            None if borrowed is None else torch.tensor(borrowed).to(device),
         )
 
     def accumulate(self, update: Update, part: Sequence[int], rules: Rules) -> set[int]:
         """Add up the gradient of an optimizer step on this rank.
 
         Args:
-            part: places of its trajectories in the batch.
+            part: indices of its trajectories in the batch.
 
         Returns:
-            Places of those with a return, advantage or loss that is not finite.
+            Indices of those with a return, advantage or loss that is not finite.
         """
         bad = set(part) & update.endless
         taught = set(update.teaching)
         members = [i for i in part if i in taught]
 
         def learned(cpu_micro: PackedBatch) -> tuple[list[int], Rows, Outcome]:
-            places = [members[i] for i in cpu_micro.members]
+            indices = [members[i] for i in cpu_micro.members]
             with self.timer.stage("forward"):
-                micro, rows = self.rows(update, cpu_micro, places)
+                micro, rows = self.rows(update, cpu_micro, indices)
                 outcome = objective(self.config, self.model, micro, rows, rules)
             with self.timer.stage("backward"):
                 outcome.loss.backward()
-            finite = zip(places, outcome.is_finite.tolist(), strict=True)
-            bad.update(place for place, is_finite in finite if not is_finite)
-            return places, rows, replace(outcome, loss=outcome.loss.detach())
+            finite = zip(indices, outcome.is_finite.tolist(), strict=True)
+            bad.update(index for index, is_finite in finite if not is_finite)
+            return indices, rows, replace(outcome, loss=outcome.loss.detach())
 
         def joined(micro: PackedBatch) -> None:
             with self.timer.stage("backward"):
@@ -274,13 +275,13 @@ class Trainer:
         found = self.budget.run(trajectories, learned, self.model.zero_grad, joined, partial(self.timer.stage, "pack"))
         with self.timer.stage("log"):
             self.log.add_all(update.leave_out(part))
-            for places, rows, outcome in found:
-                update.add(outcome, places)
+            for indices, rows, outcome in found:
+                update.add(outcome, indices)
                 self.log.add_all(outcome.metrics)
-                self.monitor.count(rows.recomputed, len(places))
+                self.monitor.count(rows.recomputed, len(indices))
                 if not update.at_start:
                     self.monitor.record(outcome.comparison)
-                    self.monitor.keep([update.batch.trajectories[i] for i in places], outcome.log_probs)
+                    self.monitor.keep([update.batch.trajectories[i] for i in indices], outcome.log_probs)
         return bad
 
     def take_part(self, cpu_micro: PackedBatch) -> None:
@@ -304,7 +305,7 @@ class Trainer:
         """Change the weights by the gradient of all ranks, unless one of them has a number that is not finite.
 
         Args:
-            part: places of the step's trajectories in the batch.
+            part: indices of the step's trajectories in the batch.
             bad: of those that are known to have such a number.
         """
         with self.timer.stage("backward"), memory_of_step():
@@ -363,19 +364,19 @@ class Trainer:
         return policy, reference
 
     def find_culprits(self, update: Update, part: Sequence[int], rules: Rules) -> set[int]:
-        """Places of the trajectories of a step that was left out because its gradient is not finite: those whose own
+        """Indices of the trajectories of a step that was left out because its gradient is not finite: those whose own
         gradient, computed again, is not; all of the step's where none is, on any rank, or where ranks share the policy.
         All ranks call it."""
         members = sorted(set(part) & set(update.teaching))
         trajectories = [update.batch.trajectories[i] for i in members]
         found = set()
         for alone in () if self.ranks.is_sharded else pack(trajectories, 1):  # a micro-batch for each row
-            place = members[alone.members[0]]
-            objective(self.config, self.model, *self.rows(update, alone, [place]), rules).loss.backward()
+            index = members[alone.members[0]]
+            objective(self.config, self.model, *self.rows(update, alone, [index]), rules).loss.backward()
             norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
             self.model.zero_grad(set_to_none=True)
             if not norm.isfinite():
-                found.add(place)
+                found.add(index)
         return found if self.ranks.sum([len(found)])[0] else set(part)
 
     def effective_share(self, weight_sums: Sequence[float]) -> float | None:

@@ -78,7 +78,7 @@ class Trajectory:
     """int32[T]: policy version that sampled the token; elsewhere -1, or -2 where a further context begins. May change
     inside one answer."""
     rewards: np.ndarray
-    """float32[T]: reward received after the token at that place (the last token of a turn); 0 elsewhere."""
+    """float32[T]: reward received after the token at that index (the last token of a turn); 0 elsewhere."""
     turns: np.ndarray
     """int32[K, 2]: [start, end) of each action span, in order."""
     ticket_id: int
@@ -127,7 +127,7 @@ class Trajectory:
         if not mask.any():
             raise TrajectoryError("action_mask is False everywhere: there is no action to learn from")
         if mask[0]:
-            raise TrajectoryError("action_mask is True at place 0: a first token has no context that predicts it")
+            raise TrajectoryError("action_mask is True at index 0: a first token has no context that predicts it")
         self._check_turns()
         action_versions = self.versions[mask]
         if action_versions.min() < 0:
@@ -310,12 +310,12 @@ def _common_block(arrays: list[np.ndarray]) -> np.ndarray | None:
     block = arrays[0].base
     if not isinstance(block, np.ndarray) or block.dtype != np.uint64 or not block.flags.c_contiguous:
         return None
-    place = begin = _address(block)
+    address = begin = _address(block)
     for array in arrays:
-        if array.base is not block or _address(array) != place or not array.flags.c_contiguous:
+        if array.base is not block or _address(array) != address or not array.flags.c_contiguous:
             return None
-        place += array.nbytes
-    return block if -(-(place - begin) // 8) == block.size else None
+        address += array.nbytes
+    return block if -(-(address - begin) // 8) == block.size else None
 
 
 def _address(array: np.ndarray) -> int:

@@ -41,7 +41,7 @@ def make_tiny_model(directory: Path, seed: int = 0) -> Path:
     """Saves tokenizer and a random float32 Qwen3 with tied embeddings; returns `directory`.
 
     The initial weights are large for a language model (0.2), so that log-probabilities differ visibly between tokens
-    and a test that mixes up two places fails.
+    and a test that mixes up two indices fails.
     """
     tokenizer = make_tiny_tokenizer()
     config = Qwen3Config(

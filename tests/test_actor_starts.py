@@ -17,9 +17,9 @@ from impala_llm.pipeline.transport.messages import RUN_OVER, HelloWanted, Shutdo
 
 
 def test_a_ticket_that_waits_for_newer_weights_does_not_hold_up_those_behind_it() -> None:
-    async def started(version: int, places: int) -> list[int]:
+    async def started(version: int, slots: int) -> list[int]:
         actor: Any = Actor.__new__(Actor)
-        actor.config = SimpleNamespace(actor=SimpleNamespace(max_episodes=places))
+        actor.config = SimpleNamespace(actor=SimpleNamespace(max_episodes=slots))
         actor.engine = SimpleNamespace(version=version)
         actor.is_up, actor.running = True, {}
         actor.waiting = deque(Ticket(i, 0, i, 0, min_version) for i, min_version in enumerate([0, 2, 0, 1]))
@@ -34,8 +34,8 @@ def test_a_ticket_that_waits_for_newer_weights_does_not_hold_up_those_behind_it(
         await asyncio.gather(*actor.running.values())
         return tickets
 
-    assert asyncio.run(started(version=0, places=8)) == [0, 2]
-    assert asyncio.run(started(version=2, places=3)) == [0, 1, 2]
+    assert asyncio.run(started(version=0, slots=8)) == [0, 2]
+    assert asyncio.run(started(version=2, slots=3)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("reason", "failure"), [(RUN_OVER, "None"), ("no arena", "ActorRefused('no arena')")])

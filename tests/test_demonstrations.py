@@ -398,9 +398,9 @@ def test_lines_are_never_paired_with_the_arrays_of_others(noisy: Path) -> None:
 def test_arrays_that_are_not_as_they_were_written_are_refused(noisy: Path) -> None:
     path = noisy / "part-00000.safetensors"
     written = path.read_bytes()
-    places = [written.index(load_file(path)[name].tobytes()) for name in ARRAY_FIELDS]
-    for place in (*places, len(written) - 1):
-        path.write_bytes(written[:place] + bytes([written[place] ^ 1]) + written[place + 1 :])
+    offsets = [written.index(load_file(path)[name].tobytes()) for name in ARRAY_FIELDS]
+    for offset in (*offsets, len(written) - 1):
+        path.write_bytes(written[:offset] + bytes([written[offset] ^ 1]) + written[offset + 1 :])
         assert f"{path} has other arrays than were written" in refused(noisy)
     path.write_bytes(written)
     whole = list(read(noisy))

@@ -16,7 +16,7 @@ from impala_llm.engines.base import EngineError, EngineStats, Generation, Sampli
 from impala_llm.environment_faults import EnvironmentFaults
 from impala_llm.envs import make_suite
 from impala_llm.envs.contract import EnvironmentFault
-from impala_llm.evaluation_episodes import RESEND_S, EvaluationEpisodes, evaluation_places
+from impala_llm.evaluation_episodes import RESEND_S, EvaluationEpisodes, evaluation_slots
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.pipeline.transport.messages import EvaluationGrant, EvaluationResult, HelloWanted
@@ -68,10 +68,10 @@ def grant(*task_ids: int, evaluation_id: int = 7, min_version: int = 0) -> Evalu
     return EvaluationGrant(evaluation_id, min_version, 0.0, task_ids)
 
 
-def test_tasks_are_played_in_order_while_there_are_places_and_the_result_has_what_was_played() -> None:
+def test_tasks_are_played_in_order_while_there_are_slots_and_the_result_has_what_was_played() -> None:
     async def test(rig: Rig) -> None:
         rig.episodes.update(grant(5, 6, 7))
-        rig.episodes.start(places=2, version=0)
+        rig.episodes.start(slots=2, version=0)
         await rest()
         assert rig.began == [5, 6]
         episode = make_trajectory(version=3)
@@ -82,7 +82,7 @@ def test_tasks_are_played_in_order_while_there_are_places_and_the_result_has_wha
         assert (result.num_tokens, result.num_turns) == (episode.num_tokens, len(episode.turns))
         assert (result.first_version, result.last_version) == (3, 3)
         assert list(rig.episodes.running) == [5]
-        rig.episodes.start(places=1, version=0)
+        rig.episodes.start(slots=1, version=0)
         await rest()
         assert rig.began == [5, 6, 7]
         rig.episodes.clear()
@@ -93,9 +93,9 @@ def test_tasks_are_played_in_order_while_there_are_places_and_the_result_has_wha
 def test_weights_older_than_asked_for_play_nothing() -> None:
     async def test(rig: Rig) -> None:
         rig.episodes.update(grant(1, min_version=4))
-        rig.episodes.start(places=8, version=3)
+        rig.episodes.start(slots=8, version=3)
         assert not rig.episodes.running
-        rig.episodes.start(places=8, version=5)
+        rig.episodes.start(slots=8, version=5)
         assert list(rig.episodes.running) == [1]
         rig.episodes.clear()
 
@@ -194,22 +194,22 @@ def actor_with(rig: Rig, max_episodes: int, share: float) -> Any:
 
 
 @pytest.mark.parametrize(("max_episodes", "share", "most"), [(8, 0.25, 2), (8, 0.0, 1), (1, 0.5, 1), (6, 1.0, 6)])
-def test_evaluation_takes_its_share_of_the_places_and_training_all_others(
+def test_evaluation_takes_its_share_of_the_slots_and_training_all_others(
     max_episodes: int, share: float, most: int
 ) -> None:
     async def test(rig: Rig) -> None:
         rig.waiting = deque(Ticket(i, i, i, 0, 0) for i in range(20))  # type: ignore[attr-defined]
         actor = actor_with(rig, max_episodes, share)
-        assert evaluation_places(actor.config) == most
+        assert evaluation_slots(actor.config) == most
         rig.episodes.update(grant(*range(50)))
         actor.start_episodes()
         assert (len(rig.episodes.running), len(actor.running)) == (most, max_episodes - most)
         await rest()
-        # Where nothing is to be evaluated any more, all places are for training again.
+        # Where nothing is to be evaluated any more, all slots are for training again.
         actor.handle(grant())
         actor.start_episodes()
         assert (len(rig.episodes.running), len(actor.running)) == (0, max_episodes)
-        # An evaluation waits for places: nothing that is played is stopped for it.
+        # An evaluation waits for slots: nothing that is played is stopped for it.
         actor.handle(grant(*range(50), evaluation_id=8))
         actor.start_episodes()
         assert (len(rig.episodes.running), len(actor.running)) == (0, max_episodes)

@@ -95,7 +95,7 @@ def test_a_point_is_of_a_policy_that_was_published_before() -> None:
 
 
 def test_running_means_are_of_three_stretches_of_time_however_many_points_there_are() -> None:
-    every = [(60.0 * place + 30, place / 10) for place in range(20)]
+    every = [(60.0 * index + 30, index / 10) for index in range(20)]
     means = study.running_means(run_with(every), study.SCORE)
     assert means[:2] == [pytest.approx((180.0, 0.1)), pytest.approx((240.0, 0.2))] and len(means) == 18
     few = study.running_means(run_with([every[0], every[3], every[19]]), study.SCORE)
@@ -162,7 +162,7 @@ def test_idle_time_is_weighted_by_the_length_of_steps_without_the_first() -> Non
 
 def line_to_1(seconds: float) -> list[tuple[float, int, float, float]]:
     """A curve of 2 minutes, its score on a straight line from 0 to 1 after so many seconds; success stays 0."""
-    return [(at, 1, min(1.0, at / seconds), 0.0) for at in (6.0 * place + 3 for place in range(20))]
+    return [(at, 1, min(1.0, at / seconds), 0.0) for at in (6.0 * index + 3 for index in range(20))]
 
 
 def result(arm: str, seed: int, score: float, task: str = "corridor", seconds: float = 60.0) -> dict[str, object]:

@@ -25,7 +25,7 @@ def scored() -> Scored:
     behaviour = torch.full((8,), -2.0)
     segments = torch.arange(8) // 4
     log_probs = (behaviour + LOG_RATIOS).requires_grad_()
-    return Scored(log_probs, torch.zeros(8), behaviour, segments, torch.zeros(8).long(), 1, lambda places: places)
+    return Scored(log_probs, torch.zeros(8), behaviour, segments, torch.zeros(8).long(), 1, lambda indices: indices)
 
 
 def gradient_of(per_token: torch.Tensor, log_probs: torch.Tensor) -> list[float]:

@@ -60,7 +60,7 @@ def test_every_field_is_an_array_or_metadata():
         ({"tokens": np.zeros(0, np.int32)}, "tokens is empty"),
         ({"tokens": replaced("tokens", 1, -1)}, "tokens holds the negative id -1"),
         ({"action_mask": np.zeros(7, np.bool_)}, "action_mask is False everywhere"),
-        ({"action_mask": replaced("action_mask", 0, True)}, "action_mask is True at place 0"),
+        ({"action_mask": replaced("action_mask", 0, True)}, "action_mask is True at index 0"),
         ({"action_mask": replaced("action_mask", 2, False)}, "turns must cover exactly"),
         ({"turns": np.array([[2, 4]], np.int32)}, "turns must cover exactly"),
         ({"turns": np.array([[5, 7], [2, 4]], np.int32)}, "turns must be non-empty, ordered and disjoint"),
@@ -123,11 +123,11 @@ def test_arrays_lie_end_to_end_in_one_block(num_tokens):
     content = b"".join(array.tobytes() for array in arrays)
     assert trajectory.block.dtype == np.uint64
     assert trajectory.block.tobytes() == content + bytes(-len(content) % 8)
-    place = address(trajectory.block)
-    assert place % 8 == 0
+    start = address(trajectory.block)
+    assert start % 8 == 0
     for array in arrays:
-        assert address(array) == place
-        place += array.nbytes
+        assert address(array) == start
+        start += array.nbytes
 
 
 def test_a_trajectory_keeps_nothing_of_the_arrays_it_was_made_from():

@@ -198,16 +198,16 @@ def replay_table(results: Sequence[Result]) -> str:
     return reporting.table(header, rows)
 
 
-def seconds_of(run: Result, place: int = -1) -> float:
+def seconds_of(run: Result, index: int = -1) -> float:
     """Seconds until an evaluation, of playing and learning side by side."""
-    _, playing, learning = run["clock"][place]
+    _, playing, learning = run["clock"][index]
     return max(playing, learning)
 
 
 def with_seconds(results: Sequence[Result]) -> list[Result]:
     """The results with `seconds` at each point of their curves: see `seconds_of`."""
     return [
-        run | {"curve": [point | {"seconds": seconds_of(run, place)} for place, point in enumerate(run["curve"])]}
+        run | {"curve": [point | {"seconds": seconds_of(run, index)} for index, point in enumerate(run["curve"])]}
         for run in results
     ]
 
@@ -218,7 +218,7 @@ def score_by(run: Result, seconds: float) -> float:
     Over a stretch of time and not of evaluations, since these are the farther apart in time the more often an episode
     is used.
     """
-    times = [seconds_of(run, place) for place in range(len(run["clock"]))]
+    times = [seconds_of(run, index) for index in range(len(run["clock"]))]
     moments = np.linspace(0.75 * seconds, seconds, 101)
     return float(np.interp(moments, times, [point["sampled"] for point in run["curve"]]).mean())
 
@@ -231,12 +231,12 @@ def plot_by_lag(results: Sequence[Result], path: Path) -> None:
     for number, ((method,), runs) in enumerate(reporting.group_by(results, "method").items()):
         of_task = max(reporting.group_by(runs, "task").values(), key=len)
         by_lag = {lag: found for (lag,), found in reporting.group_by(of_task, "lag").items()}
-        places = [place for place, lag in enumerate(lags) if lag in by_lag]
-        scores = [np.array(list(scores_by_seed(by_lag[lags[place]]).values())) for place in places]
+        indices = [index for index, lag in enumerate(lags) if lag in by_lag]
+        scores = [np.array(list(scores_by_seed(by_lag[lags[index]]).values())) for index in indices]
         means = [float(stats.interquartile_mean(found)) for found in scores]
         edges = np.array([stats.bootstrap_interval(found) for found in scores])
-        axis.plot(places, means, marker="o", markersize=3, label=method, color=f"C{number}", linewidth=1.4)
-        axis.fill_between(places, edges[:, 0], edges[:, 1], color=f"C{number}", alpha=0.15, linewidth=0)
+        axis.plot(indices, means, marker="o", markersize=3, label=method, color=f"C{number}", linewidth=1.4)
+        axis.fill_between(indices, edges[:, 0], edges[:, 1], color=f"C{number}", alpha=0.15, linewidth=0)
     axis.set_xticks(range(len(lags)), [str(lag) for lag in lags])
     axis.set_xlabel("versions between playing and training")
     axis.set_ylabel("score at the end, sampled")

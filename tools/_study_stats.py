@@ -44,8 +44,8 @@ def bootstrap_interval(
     n = runs.shape[0]
     if n < 2:
         return float("nan"), float("nan")
-    places = np.random.default_rng(0).integers(n, size=(RESAMPLES, n))
-    drawn = runs[places]  # [b, n] or [b, n, k]
+    indices = np.random.default_rng(0).integers(n, size=(RESAMPLES, n))
+    drawn = runs[indices]  # [b, n] or [b, n, k]
     values = statistic(drawn if runs.ndim == 1 else drawn.transpose(0, 2, 1))
     low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
@@ -91,7 +91,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     order = np.argsort(np.asarray(p_values), kind="stable")
     corrected = [0.0] * len(order)
     largest = 0.0
-    for rank, place in enumerate(order.tolist()):
-        largest = max(largest, min(1.0, (len(order) - rank) * p_values[place]))
-        corrected[place] = largest
+    for rank, index in enumerate(order.tolist()):
+        largest = max(largest, min(1.0, (len(order) - rank) * p_values[index]))
+        corrected[index] = largest
     return corrected

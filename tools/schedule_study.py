@@ -248,8 +248,8 @@ def curve(steps: Sequence[dict[str, float]], seconds: float) -> list[tuple[float
     stretches: dict[int, list[dict[str, float]]] = {}
     for step in steps:
         if "rollout/score" in step:  # else no episode has arrived since the step before
-            place = int(NUM_POINTS * step["progress/seconds"] / seconds)
-            stretches.setdefault(min(place, NUM_POINTS - 1), []).append(step)
+            index = int(NUM_POINTS * step["progress/seconds"] / seconds)
+            stretches.setdefault(min(index, NUM_POINTS - 1), []).append(step)
     return [
         (
             mean_of(inside, "progress/seconds"),
@@ -352,7 +352,7 @@ def running_means(run: dict[str, Any], column: int) -> list[tuple[float, float]]
         values.setdefault(min(int(seconds / stretch), NUM_POINTS - 1), []).append(value)
     means = []
     for last in range(WINDOW - 1, NUM_POINTS):
-        inside = [np.mean(values[place]) for place in range(last - WINDOW + 1, last + 1) if place in values]
+        inside = [np.mean(values[index]) for index in range(last - WINDOW + 1, last + 1) if index in values]
         if inside:
             means.append(((last + 1) * stretch, float(np.mean(inside))))
     return means

@@ -66,9 +66,9 @@ def turn(channels: list[ActorChannel]) -> int:
     """Poll all of them once, spread over a while, as actors do not keep time. Returns how many heard of weights."""
     num_heard = 0
     begin = time.monotonic()
-    for place, channel in enumerate(channels):
+    for index, channel in enumerate(channels):
         num_heard += any(isinstance(event, WeightsAnnounced) for event in channel.poll())
-        if (early := begin + TURN_S * place / len(channels) - time.monotonic()) > 0:
+        if (early := begin + TURN_S * index / len(channels) - time.monotonic()) > 0:
             time.sleep(early)
     return num_heard
 

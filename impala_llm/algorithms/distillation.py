@@ -77,9 +77,9 @@ def insert_context(
     lengths: Tensor,
     context: Tensor,
     context_lengths: Tensor,
-    places: Tensor,
+    offsets: Tensor,
 ) -> ContextRows:
-    """Rows with a context of their own in each: its first `places` tokens, the context, the rest.
+    """Rows with a context of their own in each: its first `offsets` tokens, the context, the rest.
 
     With p = action positions of the student's rows, the teacher's are `positions[p]`, in the same order, so their
     log-probabilities compare one to one. A context has to stand before the first action: tokens behind an action do
@@ -90,15 +90,15 @@ def insert_context(
         lengths: int64[num_segments], >= 0, their sum is N.
         context: int[num_context], the contexts laid end to end, of the dtype of `tokens`.
         context_lengths: int64[num_segments], >= 0, their sum is num_context; 0 leaves a row as it is.
-        places: int64[num_segments], in [0, length of the row].
+        offsets: int64[num_segments], in [0, length of the row].
 
     Raises:
-        TypeError, ValueError: wrong dtype, lengths that do not add up, a place outside of its row.
+        TypeError, ValueError: wrong dtype, lengths that do not add up, an offset outside of its row.
     """
     if context.dtype != tokens.dtype:
         raise TypeError(f"context has dtype {context.dtype}, tokens has {tokens.dtype}: they must be equal")
     num_segments = lengths.shape[0]
-    for name, counts in (("lengths", lengths), ("context_lengths", context_lengths), ("places", places)):
+    for name, counts in (("lengths", lengths), ("context_lengths", context_lengths), ("offsets", offsets)):
         if counts.dtype != torch.int64:
             raise TypeError(f"{name} has dtype {counts.dtype}: int64 expected")
         if counts.shape != (num_segments,):
@@ -108,14 +108,14 @@ def insert_context(
     for name, counts, laid in (("lengths", lengths, tokens), ("context_lengths", context_lengths, context)):
         if laid.ndim != 1 or int(counts.sum()) != laid.shape[0]:
             raise ValueError(f"{name} add up to {int(counts.sum())}, but there are {list(laid.shape)} tokens")
-    if bool((places > lengths).any()):
-        row = int((places > lengths).nonzero()[0])
-        raise ValueError(f"places holds {int(places[row])} for row {row}, which has {int(lengths[row])} tokens")
+    if bool((offsets > lengths).any()):
+        row = int((offsets > lengths).nonzero()[0])
+        raise ValueError(f"offsets holds {int(offsets[row])} for row {row}, which has {int(lengths[row])} tokens")
 
     segment_ids = torch.repeat_interleave(torch.arange(num_segments, device=tokens.device), lengths)
-    place_in_row = torch.arange(tokens.shape[0], device=tokens.device) - (lengths.cumsum(0) - lengths)[segment_ids]
+    offset_in_row = torch.arange(tokens.shape[0], device=tokens.device) - (lengths.cumsum(0) - lengths)[segment_ids]
     inserted_before = context_lengths.cumsum(0) - context_lengths
-    inserted_inside = torch.where(place_in_row >= places[segment_ids], context_lengths[segment_ids], 0)
+    inserted_inside = torch.where(offset_in_row >= offsets[segment_ids], context_lengths[segment_ids], 0)
     positions = torch.arange(tokens.shape[0], device=tokens.device) + inserted_before[segment_ids] + inserted_inside
     total = tokens.shape[0] + context.shape[0]
     is_context = torch.ones(total, dtype=torch.bool, device=tokens.device)

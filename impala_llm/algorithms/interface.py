@@ -45,8 +45,8 @@ from impala_llm.settings import AlgorithmConfig, CreditSettings, LossSettings
 from impala_llm.trajectory import Trajectory
 
 MetricValue = tuple[str, float | tuple[float, ...], float]
-"""A measurement: metric, value, and its weight, the number of items that the value is a mean of. A figure of a whole
-batch that is not a mean of the figures of its parts, such as a standard deviation, is given by the means from which it
+"""A measurement: metric, value, and its weight, the number of items that the value is a mean of. A metric of a whole
+batch that is not a mean of the metrics of its parts, such as a standard deviation, is given by the means from which it
 is computed; see `moments`."""
 
 
@@ -61,7 +61,7 @@ class PackedBatch:
     """S rows of M tokens in all, with N action tokens in K turns, end to end. Integer tensors are int64."""
 
     members: tuple[int, ...]
-    """Place of each row's trajectory in what was packed."""
+    """Index of each row's trajectory in what was packed."""
     tokens: Tensor
     """[M]."""
     position_ids: Tensor
@@ -71,7 +71,7 @@ class PackedBatch:
     context_lengths: Tensor
     """[C], C >= S: of the contexts, end to end; a row is one or several of them, and none sees another."""
     action_positions: Tensor
-    """[N]: flat places of the action tokens; the place before predicts each."""
+    """[N]: flat indices of the action tokens; the one before predicts each."""
     behaviour_log_probs: Tensor
     """float32[N]."""
     versions: Tensor
@@ -85,9 +85,9 @@ class PackedBatch:
     turn_rewards: Tensor
     """float32[K]: sum of the rewards inside of the turn."""
     turn_value_positions: Tensor
-    """[K]: flat place of the last token before the turn: the state in which it was decided."""
+    """[K]: flat index of the last token before the turn: the state in which it was decided."""
     last_positions: Tensor
-    """[S]: flat place of each row's last token: the state to bootstrap from."""
+    """[S]: flat index of each row's last token: the state to bootstrap from."""
     bootstrap: Tensor
     """bool[S]."""
 
@@ -97,7 +97,7 @@ class PackedBatch:
 
         Args:
             trajectories: of a batch.
-            members: places in it of those to pack, in this order.
+            members: indices in it of those to pack, in this order.
         """
         rows = [trajectories[i] for i in members]
         lengths = np.array([row.num_tokens for row in rows])
@@ -178,7 +178,7 @@ class Scored:
     version: int
     """Version of the learner's weights, >= that of every token."""
     values: Callable[[Tensor], Tensor]
-    """Value head at flat places of the micro-batch: int64[K] to float32[K], differentiable."""
+    """Value head at flat indices of the micro-batch: int64[K] to float32[K], differentiable."""
     proximal_log_probs: Tensor | None = None
     """float32: log π when the update began; None where it has one optimizer step, in which they are `log_probs`."""
     reference_log_probs: Tensor | None = None
@@ -194,7 +194,7 @@ class Scored:
         return (self.log_probs - self.behaviour_log_probs).detach()
 
     def select(self, mask: Tensor) -> "Scored":
-        """The tokens where bool[N] `mask` is true. Values keep their places in the whole micro-batch."""
+        """The tokens where bool[N] `mask` is true. Values keep their indices in the whole micro-batch."""
         taken: dict[str, Any] = {name: value[mask] for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **taken)
 

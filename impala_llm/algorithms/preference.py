@@ -25,7 +25,7 @@ class PreferenceOutput(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """int64[M] each: places in `scores`."""
+    """int64[M] each: indices into `scores`."""
 
     chosen: Tensor
     rejected: Tensor
@@ -88,12 +88,12 @@ def best_and_worst(scores: Tensor, group_ids: Tensor) -> Pairs:
     scores = levelled(scores, group_ids)
     num_scores = scores.shape[0]
     numbers, index = group_ids.unique(return_inverse=True)
-    places = torch.arange(num_scores, device=scores.device)
+    indices = torch.arange(num_scores, device=scores.device)
 
     def first(extreme: Tensor) -> Tensor:
-        """The first place of each group where its score is `extreme` [groups]."""
-        candidates = torch.where(scores == extreme[index], places, num_scores)
-        return places.new_full((len(numbers),), num_scores).scatter_reduce(0, index, candidates, "amin")
+        """The first index of each group where its score is `extreme` [groups]."""
+        candidates = torch.where(scores == extreme[index], indices, num_scores)
+        return indices.new_full((len(numbers),), num_scores).scatter_reduce(0, index, candidates, "amin")
 
     none = scores.new_zeros(len(numbers))
     best = none.scatter_reduce(0, index, scores, "amax", include_self=False)

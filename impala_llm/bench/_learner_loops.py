@@ -136,8 +136,8 @@ def bare_loop(model: PolicyModel, rows: Sequence[Trajectory], token_budget: int)
 
     def loss_of(micro: Any, weights: Tensor) -> Tensor:
         hidden = model.hidden(micro.tokens, micro.position_ids, micro.context_lengths)
-        places = micro.action_positions
-        log_probs = token_log_probs(hidden[places - 1], head.weight, None, micro.tokens[places], 1.0)[0]
+        indices = micro.action_positions
+        log_probs = token_log_probs(hidden[indices - 1], head.weight, None, micro.tokens[indices], 1.0)[0]
         return -(weights * log_probs).sum() / num_actions
 
     losses = []
@@ -161,8 +161,8 @@ def hf_packed(folder: Path, rows: Sequence[Trajectory], token_budget: int) -> Ca
         logits: Tensor = model(
             input_ids=micro.tokens[None], position_ids=micro.position_ids[None], use_cache=False
         ).logits[0]
-        places = micro.action_positions
-        log_probs = logits[places - 1].log_softmax(-1).gather(-1, micro.tokens[places][:, None]).squeeze(-1)
+        indices = micro.action_positions
+        log_probs = logits[indices - 1].log_softmax(-1).gather(-1, micro.tokens[indices][:, None]).squeeze(-1)
         return -(weights * log_probs).sum() / num_actions
 
     losses = []

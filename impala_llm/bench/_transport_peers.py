@@ -326,22 +326,22 @@ class BareRing(_Peer):
 
     def send(self, count: int) -> None:
         deadline = time.monotonic() + DEADLINE_S
-        for place in range(int(self._num_sent[0]), int(self._num_sent[0]) + count):
+        for index in range(int(self._num_sent[0]), int(self._num_sent[0]) + count):
             payload = np.frombuffer(next(self._records).payload, np.uint8)
-            while place - self._num_taken[0] >= len(self._slots):
+            while index - self._num_taken[0] >= len(self._slots):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"the ring is full for {DEADLINE_S:g} s")
-            np.copyto(self._slots[place % len(self._slots)], payload)
-            self._num_sent[0] = place + 1
+            np.copyto(self._slots[index % len(self._slots)], payload)
+            self._num_sent[0] = index + 1
 
     def receive(self) -> int:
         first = int(self._num_taken[0])
         deadline = time.monotonic() + _WAIT_S
         while (last := int(self._num_sent[0])) == first and time.monotonic() < deadline:
             pass
-        for place in range(first, last):
-            self._batch.put_packed(b"", self._slots[place % len(self._slots)])
-            self._num_taken[0] = place + 1
+        for index in range(first, last):
+            self._batch.put_packed(b"", self._slots[index % len(self._slots)])
+            self._num_taken[0] = index + 1
         return last - first
 
     def close(self) -> None:

@@ -98,7 +98,7 @@ def make_records(num_tokens: int, seed: int, num_records: int = NUM_RECORDS) -> 
 
 
 class Batch:
-    """The consumer's preallocated, pre-faulted place for payloads: one row each, arrays one behind the other."""
+    """The consumer's preallocated, pre-faulted buffer for payloads: one row each, arrays one behind the other."""
 
     def __init__(self, record: Record, num_bytes: int = BATCH_BYTES) -> None:
         self.array = np.ones((max(NUM_RECORDS, num_bytes // record.nbytes), record.nbytes), np.uint8)
@@ -106,17 +106,17 @@ class Batch:
         self._parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         self._rows = [row.data for row in self.array]
         self.metadata: list[bytes] = [b""] * len(self._rows)
-        self._place = 0
+        self._index = 0
 
     def put_packed(self, metadata: bytes, payload: Any) -> None:
         """Copy one payload that lies in one piece."""
-        place = self._place
-        self._rows[place][:] = payload
+        index = self._index
+        self._rows[index][:] = payload
         self._advance(metadata)
 
     def put_parts(self, metadata: bytes, buffers: Sequence[Any]) -> None:
         """Copy one payload that lies in one piece (of bytes) an array."""
-        row = self._rows[self._place]
+        row = self._rows[self._index]
         for part, buffer in zip(self._parts, buffers, strict=True):
             row[part] = buffer
         self._advance(metadata)
@@ -126,8 +126,8 @@ class Batch:
         self.put_parts(metadata, [array.data.cast("B") for array in arrays])
 
     def _advance(self, metadata: bytes) -> None:
-        self.metadata[self._place] = metadata
-        self._place = (self._place + 1) % len(self._rows)
+        self.metadata[self._index] = metadata
+        self._index = (self._index + 1) % len(self._rows)
 
 
 class Contender(ABC):

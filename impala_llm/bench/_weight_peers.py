@@ -139,9 +139,9 @@ def make_tensors(megabytes: int) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
     memory = np.empty(layout.num_bytes - begin, np.uint8)
     memory.fill(0)  # resident, unlike np.zeros
     tensors = {}
-    for name, place in layout.places.items():
+    for name, info in layout.infos.items():
         # From numpy each has a storage of its own, which matters to those that save storages.
-        data = torch.from_numpy(memory[place.start - begin : place.end - begin])
+        data = torch.from_numpy(memory[info.start - begin : info.end - begin])
         tensors[name] = data.view(shapes[name][0]).view(shapes[name][1])
     return memory, tensors
 

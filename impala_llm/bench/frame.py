@@ -70,8 +70,8 @@ def run_bench(name: str, options: dict[str, str]) -> dict[str, object]:
             raise
         given = " ".join(f"--{key}={value}" for key, value in options.items())
         raise BenchError(f"benchmark {name!r} cannot run with {given}: {error}") from error
-    for place in (figures, *rows):
-        for key, value in place.items():
+    for results in (figures, *rows):
+        for key, value in results.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise BenchError(f"benchmark {name!r}: {key!r} is {value}; leave out what could not be measured")
     return {

@@ -14,8 +14,8 @@ measured is the processor time of the process: other work on the machine lengthe
     hf_packed_2048
                 the same in micro-batches of 2,048 tokens, which a learner with longer rows would need: its attention
                 computes the whole micro-batch, and masks what is not of the row
-    padded      transformers' own model on all rows, padded to the longest, logits of all places: what TRL's trainers do
-                where nothing else is set
+    padded      transformers' own model on all rows, padded to the longest, logits of all positions: what TRL's trainers
+                do where nothing else is set
 
 Figures: `bound_fraction`, the bare loop's time over the trainer's; `ratio_hf_packed`, `ratio_hf_packed_2048` and
 `ratio_padded`, theirs over the trainer's; for the 135 M model `bound_fraction_135m` alone. Medians over the rounds;

@@ -194,9 +194,9 @@ def check_request(prompt: Sequence[int], params: SamplingParams, vocab_size: int
         )
     outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
     if len(outside):
-        place = int(outside[0])
+        index = int(outside[0])
         raise EngineError(
-            f"prompt[{place}] is {tokens[place]}: token ids of this model lie in 0 .. {vocab_size - 1};"
+            f"prompt[{index}] is {tokens[index]}: token ids of this model lie in 0 .. {vocab_size - 1};"
             " was the prompt tokenised for another model?"
         )
     if len(tokens) >= max_length:

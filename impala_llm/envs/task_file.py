@@ -164,21 +164,21 @@ def _splits(rows: Mapping[int, dict[str, Any]], prompts: Sequence[str], file: st
     """The task ids of each split."""
     if (given := given_splits(rows, file)) is not None:
         return given
-    places = {prompt: _place(prompt) for prompt in prompts}
-    if len(places) < 3:
-        raise ValueError(f"{file} has {len(places)} different prompts: at least 3 are needed, one for each split")
+    buckets = {prompt: _bucket(prompt) for prompt in prompts}
+    if len(buckets) < 3:
+        raise ValueError(f"{file} has {len(buckets)} different prompts: at least 3 are needed, one for each split")
     chosen: dict[str, Split] = {
-        prompt: "validation" if place < _VALIDATION else "test" if place < _VALIDATION + _TEST else "train"
-        for prompt, place in places.items()
+        prompt: "validation" if bucket < _VALIDATION else "test" if bucket < _VALIDATION + _TEST else "train"
+        for prompt, bucket in buckets.items()
     }
     if len(set(chosen.values())) < 3:
-        ordered = sorted(places, key=lambda prompt: places[prompt])
+        ordered = sorted(buckets, key=lambda prompt: buckets[prompt])
         chosen = {prompt: "train" for prompt in ordered}
         chosen[ordered[0]], chosen[ordered[1]] = "validation", "test"
     return {split: [k for k, prompt in enumerate(prompts) if chosen[prompt] == split] for split in SPLITS}
 
 
-def _place(prompt: str) -> float:
+def _bucket(prompt: str) -> float:
     """A number from 0 to 100 that is the prompt's own."""
     digest = hashlib.sha256(prompt.encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64 * 100

@@ -19,10 +19,10 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
     if body.get("system"):
         messages.append({"role": "system", "content": _text(body["system"])})
     given = body.get("messages")
-    for place, message in enumerate(given if isinstance(given, list) else ()):
+    for index, message in enumerate(given if isinstance(given, list) else ()):
         if not _is_message(message):
             raise ValueError(
-                f"messages[{place}] is {message!r:.80}: a role, and a text or a list of blocks as content, are expected"
+                f"messages[{index}] is {message!r:.80}: a role, and a text or a list of blocks as content, are expected"
             )
         messages += _chat_messages(message)
     found["messages"] = messages

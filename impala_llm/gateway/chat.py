@@ -205,7 +205,7 @@ class ChatTokens:
         calls: list[dict[str, Any]] = []
         beside, behind = [], 0
         try:
-            for start in [place for place, token in enumerate(ids) if token == opening]:
+            for start in [index for index, token in enumerate(ids) if token == opening]:
                 if start >= behind:
                     end = ids.index(closing, start)  # ValueError: it has no end
                     calls += calls_in(self._family, self.whole_text(ids[start + 1 : end]), tools)

@@ -1,4 +1,4 @@
-"""The place of a request in the conversation of its episode: the answer that it continues, and its new tokens.
+"""The position of a request in the conversation of its episode: the answer that it continues, and its new tokens.
 
 Invariant: a history that was seen before keeps its tokens, sampled ones included; only the new part is encoded. A
 request with another history begins a branch at the last answer up to which the two histories agree. No I/O here.
@@ -16,7 +16,7 @@ from impala_llm.gateway.tree import Answer, ConversationTree
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """Point of the tree at which a request continues."""
 
     parent: Answer | None
@@ -38,8 +38,8 @@ class Conversation:
         self._texts: list[tuple[str, Answer]] = []
         """Answers of plain completions whose texts show all their tokens, each with the whole text up to its end."""
 
-    def place(self, messages: Sequence[Message], tools: Sequence[Any]) -> Place:
-        """The place of a chat request.
+    def position_of(self, messages: Sequence[Message], tools: Sequence[Any]) -> Position:
+        """The position of a chat request.
 
         Raises:
             TemplateRefused: the chat template cannot render it.
@@ -58,31 +58,31 @@ class Conversation:
             except TemplateRefused:
                 continue  # the template cannot render these messages alone: render all from the beginning
             if read:
-                return Place(parent, read, keys[-1])
-        return Place(None, self.chat.opening(messages, tools), keys[-1])
+                return Position(parent, read, keys[-1])
+        return Position(None, self.chat.opening(messages, tools), keys[-1])
 
-    def place_text(self, prompt: str | Sequence[int]) -> Place:
-        """The place of a plain completion, of a text or of tokens."""
+    def position_of_text(self, prompt: str | Sequence[int]) -> Position:
+        """The position of a plain completion, of a text or of tokens."""
         if isinstance(prompt, str):
             fitting = [(text, answer) for text, answer in self._texts if prompt.startswith(text)]
             text, parent = max(fitting, key=lambda each: len(each[0]), default=("", None))
-            return Place(parent, self.chat.encode(prompt[len(text) :]), prompt)
+            return Position(parent, self.chat.encode(prompt[len(text) :]), prompt)
         ids = list(prompt)
         histories = [(answer.tokens, answer) for answer in self.tree.answers]
         agreeing = [(tokens, answer) for tokens, answer in histories if ids[: len(tokens)] == tokens]
         tokens, answer = max(agreeing, key=lambda each: len(each[0]), default=([], None))
-        return Place(answer, ids[len(tokens) :], self.chat.whole_text(ids))
+        return Position(answer, ids[len(tokens) :], self.chat.whole_text(ids))
 
-    def remember(self, place: Place, answer: Answer, message: Message) -> None:
+    def remember(self, position: Position, answer: Answer, message: Message) -> None:
         """Note the message as which an answer was given to the client."""
-        self._after[_digest(place.key, _essence(message))] = answer
+        self._after[_digest(position.key, _essence(message))] = answer
 
-    def remember_text(self, place: Place, answer: Answer) -> None:
+    def remember_text(self, position: Position, answer: Answer) -> None:
         """Note the answer of a plain completion, unless it has tokens that its text does not show, such as a last one
         that ended it: a prompt with this text asks for what follows the text alone."""
         text = self.chat.text(answer.sampled)
         if text == self.chat.whole_text(answer.sampled):
-            self._texts.append((place.key + text, answer))
+            self._texts.append((position.key + text, answer))
 
 
 def _digest(before: str, value: Any) -> str:

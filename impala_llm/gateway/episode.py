@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from impala_llm.engines.base import EngineError, Generation, SamplingParams, TokenGenerator
-from impala_llm.gateway.conversation import Conversation, Place
+from impala_llm.gateway.conversation import Conversation, Position
 from impala_llm.gateway.tree import Answer
 from impala_llm.rollout import EpisodeLimits, EpisodeSpec, Turn
 from impala_llm.trajectory import Trajectory
@@ -114,7 +114,7 @@ class GatewayEpisode:
         self._aborted: set[str] = set()
         self._is_over = False
 
-    async def sample(self, place: Place, limit: int | None, stop: tuple[str, ...], seed: int | None) -> Answer:
+    async def sample(self, position: Position, limit: int | None, stop: tuple[str, ...], seed: int | None) -> Answer:
         """Sample an answer. A caller that is cancelled leaves what was sampled until then in the tree.
 
         Args:
@@ -130,9 +130,9 @@ class GatewayEpisode:
         """
         if self._is_over:
             raise EpisodeOver("this episode has ended")
-        length = len(place.read) + (0 if place.parent is None else place.parent.num_tokens)
+        length = len(position.read) + (0 if position.parent is None else position.parent.num_tokens)
         tree = self.conversation.tree
-        answer = tree.begin(place.parent, place.read)
+        answer = tree.begin(position.parent, position.read)
         room = min(self.limits.max_length - length, self._max_tokens - tree.num_tokens)
         if room < 1:
             tree.end(answer, None)
@@ -142,7 +142,7 @@ class GatewayEpisode:
                 f"agent.max_tokens={self._max_tokens}"
             )
         answer.limit = min(self.limits.max_new_tokens, room, limit or room)
-        session, own_seed = self._session(place.parent, anew=seed is not None)
+        session, own_seed = self._session(position.parent, anew=seed is not None)
         params = SamplingParams(
             temperature=self.limits.temperature,
             max_new_tokens=answer.limit,

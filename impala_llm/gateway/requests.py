@@ -136,9 +136,9 @@ def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest(f"messages is {_shown(messages)}: a list of messages is expected")
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadRequest(f"messages[{place}] is {_shown(message)}: an object with a role is expected")
+            raise BadRequest(f"messages[{index}] is {_shown(message)}: an object with a role is expected")
         for call in message.get("tool_calls") or ():
             if (
                 not isinstance(call, dict)
@@ -146,7 +146,7 @@ def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
                 or "name" not in call["function"]
             ):
                 raise BadRequest(
-                    f"messages[{place}] has the tool call {_shown(call)}: a function with a name is expected"
+                    f"messages[{index}] has the tool call {_shown(call)}: a function with a name is expected"
                 )
     if messages[-1]["role"] == "assistant":
         raise BadRequest("the last message is the assistant's: end with what it is to answer")

@@ -17,7 +17,7 @@ from impala_llm.engines.base import EngineError
 from impala_llm.gateway import anthropic
 from impala_llm.gateway.chat import Reply, texts_of
 from impala_llm.gateway.connections import Connections, ServerLog
-from impala_llm.gateway.conversation import Place
+from impala_llm.gateway.conversation import Position
 from impala_llm.gateway.episode import ContextFull, EpisodeOver, GatewayEpisode, Outcome
 from impala_llm.gateway.requests import MOST_ANSWERS, BadRequest, RequestReader, Wish, messages_of, prompts_of
 from impala_llm.gateway.tree import Answer
@@ -196,18 +196,18 @@ class Gateway:
                 "agent.tool_parser=none leaves the calls that the policy writes a part of its text: set the parser of "
                 "its family, such as agent.tool_parser=qwen3",
             )
-        place = conversation.place(messages, wish.tools)
-        answers = await _sample_all(episode, [place] * wish.n, wish)
+        position = conversation.position_of(messages, wish.tools)
+        answers = await _sample_all(episode, [position] * wish.n, wish)
         choices = []
         for index, answer in enumerate(answers):
             assert answer.generation is not None
-            reply = conversation.chat.reply(answer.generation.tokens.tolist(), place.read, wish.tools)
+            reply = conversation.chat.reply(answer.generation.tokens.tolist(), position.read, wish.tools)
             content, stop = _before_stop(reply.content, wish.stop)
             reasoning = reply.reasoning
             if stop is None and reasoning is not None:
                 reasoning, stop = _before_stop(reasoning, wish.stop)
             message = Reply(content, reasoning, reply.tool_calls).message()
-            conversation.remember(place, answer, message)
+            conversation.remember(position, answer, message)
             reason = "tool_calls" if reply.tool_calls else _reason(answer)
             choices.append(
                 {"index": index, "message": message, "logprobs": None, "finish_reason": reason, "stop_reason": stop}
@@ -218,7 +218,7 @@ class Gateway:
             "created": int(time.time()),
             "model": str(body.get("model", MODEL)),
             "choices": choices,
-            "usage": _usage([place], answers),
+            "usage": _usage([position], answers),
         }
 
     async def _completions(self, request: web.Request, episode: GatewayEpisode) -> web.StreamResponse:
@@ -229,12 +229,12 @@ class Gateway:
             raise BadRequest(f"prompt and n ask for {len(prompts) * wish.n} answers: at most {MOST_ANSWERS} are given")
         for prompt in prompts:
             episode.check_room([prompt] if isinstance(prompt, str) else [""] * len(prompt))
-        places = [conversation.place_text(prompt) for prompt in prompts]
-        answers = await _sample_all(episode, [place for place in places for _ in range(wish.n)], wish)
+        positions = [conversation.position_of_text(prompt) for prompt in prompts]
+        answers = await _sample_all(episode, [position for position in positions for _ in range(wish.n)], wish)
         choices = []
         for index, answer in enumerate(answers):
             assert answer.generation is not None
-            conversation.remember_text(places[index // wish.n], answer)
+            conversation.remember_text(positions[index // wish.n], answer)
             text, stop = _before_stop(conversation.chat.text(answer.generation.tokens.tolist()), wish.stop)
             choices.append(
                 {"index": index, "text": text, "logprobs": None, "finish_reason": _reason(answer), "stop_reason": stop}
@@ -245,7 +245,7 @@ class Gateway:
             "created": int(time.time()),
             "model": str(body.get("model", MODEL)),
             "choices": choices,
-            "usage": _usage(places, answers),
+            "usage": _usage(positions, answers),
         }
         return await _stream(request, answer_body, wish) if wish.stream else web.json_response(answer_body)
 
@@ -265,14 +265,14 @@ async def _body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-async def _sample_all(episode: GatewayEpisode, places: list[Place], wish: Wish) -> list[Answer]:
-    """An answer for each place, all at once."""
-    if len(places) == 1:
-        return [await episode.sample(places[0], wish.limit, wish.stop, wish.seed)]
-    seeds = [None if wish.seed is None else wish.seed + number for number in range(len(places))]
+async def _sample_all(episode: GatewayEpisode, positions: list[Position], wish: Wish) -> list[Answer]:
+    """An answer at each position, all at once."""
+    if len(positions) == 1:
+        return [await episode.sample(positions[0], wish.limit, wish.stop, wish.seed)]
+    seeds = [None if wish.seed is None else wish.seed + number for number in range(len(positions))]
     calls = [
-        asyncio.ensure_future(episode.sample(place, wish.limit, wish.stop, seed))
-        for place, seed in zip(places, seeds, strict=True)
+        asyncio.ensure_future(episode.sample(position, wish.limit, wish.stop, seed))
+        for position, seed in zip(positions, seeds, strict=True)
     ]
     try:
         return await asyncio.gather(*calls)
@@ -284,8 +284,8 @@ async def _sample_all(episode: GatewayEpisode, places: list[Place], wish: Wish) 
 
 def _before_stop(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
     """A text up to the first of the texts that end it, and which that is; None where it has none."""
-    place, word = min(((text.find(word), word) for word in stop if word in text), default=(len(text), None))
-    return text[:place], word
+    end, word = min(((text.find(word), word) for word in stop if word in text), default=(len(text), None))
+    return text[:end], word
 
 
 def _reason(answer: Answer) -> str:
@@ -293,8 +293,10 @@ def _reason(answer: Answer) -> str:
     return "length" if answer.generation.finish_reason == "length" else "stop"
 
 
-def _usage(places: list[Place], answers: list[Answer]) -> dict[str, int]:
-    read = sum(len(place.read) + (0 if place.parent is None else place.parent.num_tokens) for place in places)
+def _usage(positions: list[Position], answers: list[Answer]) -> dict[str, int]:
+    read = sum(
+        len(position.read) + (0 if position.parent is None else position.parent.num_tokens) for position in positions
+    )
     said = sum(len(answer.generation.tokens) for answer in answers if answer.generation is not None)
     return {"prompt_tokens": read, "completion_tokens": said, "total_tokens": read + said}
 
@@ -310,7 +312,7 @@ async def _stream(request: web.Request, body: Mapping[str, Any], wish: Wish) -> 
         last = {"index": choice["index"], "logprobs": None, "finish_reason": choice["finish_reason"]}
         if is_chat:
             delta = first.pop("message")
-            calls = [{"index": place, **call} for place, call in enumerate(delta.get("tool_calls", ()))]
+            calls = [{"index": index, **call} for index, call in enumerate(delta.get("tool_calls", ()))]
             first["delta"] = delta | ({"tool_calls": calls} if calls else {})
             last["delta"] = {}
         else:

@@ -82,8 +82,8 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], dict[Split, list[int]] | No
 def _dealt(num_tasks: int, data: list[dict[str, Any]] | None, path: str | None) -> dict[Split, list[int]]:
     """The task ids of each split, in the order of the file."""
     tasks = [str(k) for k in range(num_tasks)] if data is None else [json.dumps(row, sort_keys=True) for row in data]
-    places = {task: place for place, task in enumerate(dict.fromkeys(tasks))}
-    count = len(places)
+    indices = {task: index for index, task in enumerate(dict.fromkeys(tasks))}
+    count = len(indices)
     if count < 3:
         raise EnvironmentFault(
             f"agent.tasks={path} has {count} different tasks: at least 3 are needed, one for each split"
@@ -94,4 +94,4 @@ def _dealt(num_tasks: int, data: list[dict[str, Any]] | None, path: str | None) 
         "validation": range(count - 2 * tenth, count - tenth),
         "test": range(count - tenth, count),
     }
-    return {split: [k for k, task in enumerate(tasks) if places[task] in bounds[split]] for split in bounds}
+    return {split: [k for k, task in enumerate(tasks) if indices[task] in bounds[split]] for split in bounds}

@@ -50,7 +50,7 @@ def attention_arguments(implementation: str, lengths: Tensor, device: torch.devi
 
 
 class SegmentPlan:
-    """Rows that share an attention call, and the places of their tokens. Made once a batch, used by every layer.
+    """Rows that share an attention call, and the indices of their tokens. Made once a batch, used by every layer.
 
     Args:
         lengths: int64[num_segments], tokens of each row, in packed order.
@@ -63,12 +63,12 @@ class SegmentPlan:
             buckets.setdefault(-(-length // _BUCKET) * _BUCKET, []).append(row)
         total = int(lengths.sum())
         self.gathers: list[Tensor] = []
-        """For each call: int64[rows, width], places in the flat sequence; padding points at the place past its end."""
+        """For each call: int64[rows, width], indices in the flat sequence; padding points at the index past its end."""
         for width in sorted(buckets):
             index = torch.full((len(buckets[width]), width), total, dtype=torch.int64)
-            for place, row in enumerate(buckets[width]):
+            for i, row in enumerate(buckets[width]):
                 length = int(lengths[row])
-                index[place, :length] = torch.arange(starts[row], starts[row] + length)
+                index[i, :length] = torch.arange(starts[row], starts[row] + length)
             self.gathers.append(index)
         order = torch.cat([index.reshape(-1) for index in self.gathers])
         kept = (order < total).nonzero().squeeze(1)
@@ -101,7 +101,7 @@ def _segment_attention(
     """
     if segments is None:
         raise ValueError("segments is None: this attention works on packed rows, call PolicyModel.hidden")
-    # one zero place at the end for padding to point at
+    # one zero row at the end for padding to point at
     padded = [nn.functional.pad(x[0].transpose(0, 1), (0, 0, 0, 0, 0, 1)) for x in (query, key, value)]
     outputs = []
     for index in segments.gathers:
@@ -110,8 +110,8 @@ def _segment_attention(
         )
         mask = None
         if sliding_window and sliding_window < q.shape[2]:
-            places = torch.arange(q.shape[2], device=q.device)
-            distance = places[:, None] - places
+            positions = torch.arange(q.shape[2], device=q.device)
+            distance = positions[:, None] - positions
             mask = (distance >= 0) & (distance < sliding_window)
         is_short = q.device.type == "cpu" and q.shape[2] <= _SHORT
         with sdpa_kernel(SDPBackend.MATH) if is_short else nullcontext():

@@ -294,8 +294,8 @@ class Checkpointer:
             exported.mkdir()
             for name, content in state.files.items():
                 written.files[f"{POLICY}/{name}"] = write_file(aside / POLICY / name, [content])
-            places = {key: (key, t) for key, t in copied.policy.items()}
-            written.files[_WEIGHTS] = _write_tensors(aside / _WEIGHTS, places)
+            named = {key: (key, t) for key, t in copied.policy.items()}
+            written.files[_WEIGHTS] = _write_tensors(aside / _WEIGHTS, named)
         elif self._rank == 0 and exported.is_dir():  # written by all ranks together
             for path in exported.rglob("*"):
                 sync(path)
@@ -418,7 +418,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, tuple[str, Tensor]]) -> tup
 
     def pieces() -> Iterator[bytes | memoryview]:
         yield layout.header
-        for key in layout.places:
+        for key in layout.infos:
             tensor = tensors[key][1]
             if tensor.numel():
                 yield tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -54,7 +54,7 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Part:
-    """Place of a piece of a tensor: the tensor `key` in `file`, which begins at `offsets` of the whole one."""
+    """Where a piece of a tensor lies: the tensor `key` in `file`, which begins at `offsets` of the whole one."""
 
     file: str
     key: str

@@ -25,7 +25,7 @@ def token_log_probs(
     """log_softmax(logits / temperature) of the targets, and the entropy of that distribution.
 
     Args:
-        hidden: float[N, H], at the places before the targets.
+        hidden: float[N, H], at the positions before the targets.
         head_weight: float[V, H]. head_bias: float[V].
         targets: int64[N].
         temperature: the one that the engine sampled with, > 0.

@@ -206,7 +206,7 @@ def score(model: PolicyModel, batch: PackedBatch, temperature: float, rows: Rows
         batch.segment_ids,
         batch.versions,
         version,
-        lambda places: model.values(hidden[places]),
+        lambda indices: model.values(hidden[indices]),
         rows.proximal_log_probs,
         rows.scores.reference,
         rows.scores.teacher,

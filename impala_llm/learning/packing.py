@@ -49,10 +49,10 @@ def pack(trajectories: Sequence[Trajectory], token_budget: int) -> list[PackedBa
     bins: list[tuple[list[int], int]] = []
     for i in order:
         size = trajectories[i].num_tokens
-        for place, (members, used) in enumerate(bins):
+        for index, (members, used) in enumerate(bins):
             if used + size <= token_budget:
                 members.append(i)
-                bins[place] = members, used + size
+                bins[index] = members, used + size
                 break
         else:
             bins.append(([i], size))

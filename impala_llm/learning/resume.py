@@ -173,7 +173,7 @@ def _holds_run(folder: Path) -> bool:
 
 def _without_folder(config: Config, left: Left | None) -> Start:
     """Decide on the start of a run whose folder on the disk holds none. left: what shared memory has of its name."""
-    run, place = config.run, run_path(config.run.name)
+    run, folder = config.run, run_path(config.run.name)
     is_own = left is not None and left.output in (None, str(Path(run.dir).resolve()))
     if run.resume is not True:
         if left is None:
@@ -184,8 +184,8 @@ def _without_folder(config: Config, left: Left | None) -> Start:
         raise ConfigError(_nothing_left(config))
     if not is_own:
         raise ConfigError(
-            f"run.resume=true: what lies in {place} is of run.dir={left.output}, and not {run.dir}: set run.dir to the "
-            "former to go on with it, or another run.name"
+            f"run.resume=true: what lies in {folder} is of run.dir={left.output}, and not {run.dir}: set run.dir to "
+            "the former to go on with it, or another run.name"
         )
     if reason := _of_other_ranks(config, left):
         raise ConfigError(f"run.resume=true: {reason}, and {run.dir} has no checkpoint: put learner.num_ranks back")

@@ -1,6 +1,6 @@
 """Log-probabilities of the sampled tokens under other models: a reference to stay near, a teacher to learn from.
 
-Invariant: nothing here has a gradient, and a score belongs to the action token of the same place in the micro-batch.
+Invariant: nothing here has a gradient, and a score belongs to the action token of the same index in the micro-batch.
 """
 
 from dataclasses import dataclass

@@ -35,8 +35,8 @@ class Shaping:
                     share = overlong_share(int(t.context_lengths.max()), limit, algorithm.overlong_tokens)
                     extra[-1] -= algorithm.overlong_penalty * share
         if algorithm.reward_kl_coef > 0:
-            for place, divergences in self._divergences(trajectories):
-                found[place] -= algorithm.reward_kl_coef * divergences
+            for index, divergences in self._divergences(trajectories):
+                found[index] -= algorithm.reward_kl_coef * divergences
         return found
 
     def metrics(self, rewards: Sequence[np.ndarray]) -> list[MetricValue]:
@@ -46,7 +46,7 @@ class Shaping:
         return [("reward/shaping", float(np.mean([extra.sum() for extra in rewards])), len(rewards))]
 
     def _divergences(self, trajectories: Sequence[Trajectory]) -> list[tuple[int, np.ndarray]]:
-        """Place of each trajectory, and float32[turns]: `turn_divergences` of its turns from the reference."""
+        """Index of each trajectory, and float32[turns]: `turn_divergences` of its turns from the reference."""
 
         def measured(cpu_micro: PackedBatch) -> list[tuple[int, np.ndarray]]:
             micro = cpu_micro.to(self._device)
@@ -54,6 +54,6 @@ class Shaping:
             assert reference is not None
             apart = turn_divergences(micro.behaviour_log_probs, reference, micro.turn_ids, len(micro.turn_rewards))
             parts = apart.cpu().split([len(trajectories[i].turns) for i in micro.members])
-            return [(place, part.numpy()) for place, part in zip(micro.members, parts, strict=True)]
+            return [(index, part.numpy()) for index, part in zip(micro.members, parts, strict=True)]
 
         return [found for of_micro in self._budget.run(trajectories, measured) for found in of_micro]

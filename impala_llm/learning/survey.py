@@ -78,22 +78,22 @@ class Survey:
         taught = [update.batch.trajectories[i] for i in update.teaching]
 
         def scored(cpu_micro: PackedBatch) -> tuple[list[int], Rows, torch.Tensor, tuple[float, ...], Comparison]:
-            places = [update.teaching[i] for i in cpu_micro.members]
-            micro, rows = self._rows(update, cpu_micro, places)
+            indices = [update.teaching[i] for i in cpu_micro.members]
+            micro, rows = self._rows(update, cpu_micro, indices)
             found = score(self._model, micro, self._temperature, rows, update.version)
             advantages = call_credit(self._credit, found, micro, rows.prepared).advantages.double()
             sums = (float(len(advantages)), float(advantages.sum()), float(advantages.square().sum()))
             comparison = compare(found.log_probs, micro, update.version, rows.is_own)
-            return places, rows, found.log_probs, sums, comparison
+            return indices, rows, found.log_probs, sums, comparison
 
         moments = [0.0, 0.0, 0.0]
-        for places, rows, log_probs, sums, comparison in self._budget.run(taught, scored, take_part=self._take_part):
+        for indices, rows, log_probs, sums, comparison in self._budget.run(taught, scored, take_part=self._take_part):
             moments = [total + part for total, part in zip(moments, sums, strict=True)]
-            self._monitor.count(rows.recomputed, len(places))
+            self._monitor.count(rows.recomputed, len(indices))
             if keeps_log_probs:
-                trajectories = [update.batch.trajectories[i] for i in places]
+                trajectories = [update.batch.trajectories[i] for i in indices]
                 self._monitor.record(comparison)
                 self._monitor.keep(trajectories, log_probs)
                 parts = log_probs.cpu().split([t.num_action_tokens for t in trajectories])
-                update.at_start |= dict(zip(places, parts, strict=True))
+                update.at_start |= dict(zip(indices, parts, strict=True))
         return moments

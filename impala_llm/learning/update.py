@@ -17,7 +17,7 @@ from impala_llm.trajectory import Trajectory
 def optimizer_steps(
     num_trajectories: int, num_epochs: int, num_minibatches: int, seed: tuple[int, ...]
 ) -> list[list[int]]:
-    """Return the places in the batch of each optimizer step: passes over the batch, each in an order of its own, cut
+    """Return the indices in the batch of each optimizer step: passes over the batch, each in an order of its own, cut
     into minibatches; as many steps whatever the batch is.
 
     Args:
@@ -25,8 +25,8 @@ def optimizer_steps(
     """
     found = []
     for epoch in range(num_epochs):
-        places = np.random.default_rng((*seed, epoch)).permutation(num_trajectories)
-        found += [sorted(part.tolist()) for part in np.array_split(places, num_minibatches)]
+        indices = np.random.default_rng((*seed, epoch)).permutation(num_trajectories)
+        found += [sorted(part.tolist()) for part in np.array_split(indices, num_minibatches)]
     return found
 
 
@@ -83,17 +83,17 @@ class Update:
     weights: torch.Tensor
     """float32[M]: of the draw."""
     teaching: tuple[int, ...]
-    """Places of the trajectories that have a gradient, in ascending order."""
+    """Indices of the trajectories that have a gradient, in ascending order."""
     endless: frozenset[int]
-    """Places of the trajectories whose return is not finite."""
+    """Indices of the trajectories whose return is not finite."""
     at_start: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Place -> log π of its action tokens as the update began; empty where there is but one optimizer step."""
+    """Index -> log π of its action tokens as the update began; empty where there is but one optimizer step."""
     whitening: tuple[float, float] | None = None
     """Mean and deviation of all ranks' advantages, where they are whitened."""
     sizes: dict[int, float] = field(init=False)
     """Buffer item -> largest mean |A| of its trajectories."""
     culprits: set[int] = field(init=False)
-    """Places of the trajectories for which steps were left out."""
+    """Indices of the trajectories for which steps were left out."""
     entropy: float = 0.0
     weight_sums: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
@@ -110,13 +110,13 @@ class Update:
         tokens are unknown, and the stale ones alone would make the batch look staler than it is.
 
         Args:
-            part: places of the step's trajectories in the batch.
+            part: indices of the step's trajectories in the batch.
         """
         found: list[MetricValue] = []
         num_weightless = 0.0
-        for place in sorted(set(part) - set(self.teaching)):
+        for index in sorted(set(part) - set(self.teaching)):
             assert self.prepared is not None  # else all teach
-            t, advantage = self.batch.trajectories[place], float(self.prepared[place])
+            t, advantage = self.batch.trajectories[index], float(self.prepared[index])
             tokens, too_old = float(t.num_action_tokens), t.versions[t.action_mask] < self.oldest_version
             found += [("loss/policy", 0.0, tokens), ("loss/total", 0.0, tokens)]
             found += [("advantage/mean", advantage, tokens), ("advantage/std", (advantage, advantage**2), tokens)]
@@ -127,17 +127,17 @@ class Update:
         self.weight_sums = count + num_weightless, total, squares
         return found
 
-    def add(self, outcome: Outcome, places: Sequence[int]) -> None:
+    def add(self, outcome: Outcome, indices: Sequence[int]) -> None:
         """Add a micro-batch.
 
         Args:
             outcome: of the micro-batch.
-            places: of its rows in the batch.
+            indices: of its rows in the batch.
         """
         self.entropy += outcome.entropy
         sums = zip(self.weight_sums, outcome.weight_sums, strict=True)
         self.weight_sums = tuple(total + part for total, part in sums)  # type: ignore[assignment]
-        for place, size in zip(places, outcome.advantage_size.tolist(), strict=True):
+        for index, size in zip(indices, outcome.advantage_size.tolist(), strict=True):
             if math.isfinite(size):
-                item = self.batch.item_ids[place]
+                item = self.batch.item_ids[index]
                 self.sizes[item] = max(size, self.sizes[item])

@@ -56,10 +56,10 @@ class WorkBalance:
         self._is_exchanged = False
         if self._ranks.world_size == 1:
             return batch, []
-        places: dict[int, list[int]] = {}
-        for place, item in enumerate(batch.item_ids):
-            places.setdefault(item, []).append(place)
-        works = [sum(self.work(batch.trajectories[i]) for i in rows if computed[i]) for rows in places.values()]
+        indices: dict[int, list[int]] = {}
+        for i, item in enumerate(batch.item_ids):
+            indices.setdefault(item, []).append(i)
+        works = [sum(self.work(batch.trajectories[i]) for i in rows if computed[i]) for rows in indices.values()]
         found = self._ranks.gather({"works": works, "stays": [float(stays)]})
         taking_part = [rank for rank, part in enumerate(found) if not part["stays"][0]]
         assigned = assign([found[rank]["works"] for rank in taking_part])
@@ -77,7 +77,7 @@ class WorkBalance:
             if taking_part[home] != rank
         }
         self._is_exchanged = bool(goes_to)
-        return self._exchanged(batch, list(places.items()), goes_to) if goes_to else batch, metrics
+        return self._exchanged(batch, list(indices.items()), goes_to) if goes_to else batch, metrics
 
     def _exchanged(
         self, batch: Batch, items: Sequence[tuple[int, list[int]]], goes_to: dict[tuple[int, int], int]
@@ -85,16 +85,16 @@ class WorkBalance:
         """Send and receive items.
 
         Args:
-            items: number of each item of this rank, and the places of its trajectories in the batch.
-            goes_to: (rank that has drawn it, its place in that rank's `items`) -> rank that computes it.
+            items: number of each item of this rank, and the indices of its trajectories in the batch.
+            goes_to: (rank that has drawn it, its index in that rank's `items`) -> rank that computes it.
         """
         rank, sent, rows = self._ranks.rank, [], []
-        for index, (item, places) in enumerate(items):
+        for index, (item, indices) in enumerate(items):
             if (rank, index) not in goes_to:
-                rows += [(batch.trajectories[i], batch.weights[i], item) for i in places]
+                rows += [(batch.trajectories[i], batch.weights[i], item) for i in indices]
             elif self._ranks.leads:
-                records = [record_bytes(batch.trajectories[i]) for i in places]
-                sent.append([goes_to[rank, index], item, [batch.weights[i] for i in places], records])
+                records = [record_bytes(batch.trajectories[i]) for i in indices]
+                sent.append([goes_to[rank, index], item, [batch.weights[i] for i in indices], records])
         borrowed: dict[int, tuple[int, int]] = {}
         for home, part in enumerate(self._ranks.gather({"items": sent})):
             for destination, item, weights, records in part["items"]:
@@ -135,7 +135,7 @@ def assign(works: Sequence[Sequence[float]]) -> list[list[tuple[int, int]]]:
         works: of each item, by the rank that has drawn it.
 
     Returns:
-        For each rank its items, as (rank that has drawn it, place there).
+        For each rank its items, as (rank that has drawn it, index there).
     """
     held = [[(work, rank, index) for index, work in enumerate(mine)] for rank, mine in enumerate(works)]
     loads = np.array([sum(mine) for mine in works])

@@ -264,7 +264,7 @@ _DECLARED = (
     ("pipeline/unknown_figures", _SUM, "metrics that actors report and this release does not know, per step"),
     ("pipeline/peers_refused", _SUM, "connections without an authorised key, since the last step"),
     ("pipeline/replay_arena_fill", _MEAN, "share of the trajectory stores in use, what is being trained on included"),
-    ("buffer/fill", _MEAN, "share of the replay buffer's places in use"),
+    ("buffer/fill", _MEAN, "share of the replay buffer's slots in use"),
     ("buffer/trajectories", _SUM, "trajectories in the replay buffer, all ranks"),
     ("buffer/size_gb", _SUM, "bytes of the trajectories in the replay buffer, 10^9 bytes, all ranks"),
     ("buffer/evicted", _SUM, "trajectories that taught nothing, dropped as stale or for space since the last step"),
@@ -378,7 +378,7 @@ class MetricLog:
         self._cells: dict[str, _Cell] = {}
 
     def add(self, name: str, value: float | tuple[float, ...], weight: float = 1.0) -> None:
-        """Adds one value, or the means that a figure is formed of.
+        """Adds one value, or the means that a metric is formed of.
 
         `weight` is what the value is a mean of (tokens, episodes) and counts for means only; a value of weight 0 leaves
         no trace. Raises MetricError for an undeclared name, a negative weight, or more or fewer means than the kind of

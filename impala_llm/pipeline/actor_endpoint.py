@@ -211,13 +211,13 @@ class RankChannels:
         share = -(-self._want // len(self._channels))
         spare = sum(max(0, share - peak) for peak in self._peaks)
         num_full = sum(peak >= share for peak in self._peaks)
-        for place, channel in enumerate(self._channels):
-            is_full = self._peaks[place] >= share
+        for index, channel in enumerate(self._channels):
+            is_full = self._peaks[index] >= share
             level = share + (spare // num_full if is_full else 0)
-            if level != self._levels[place]:
-                self._levels[place] = level
+            if level != self._levels[index]:
+                self._levels[index] = level
                 channel.request(level)
-            self._peaks[place] = len(channel.held)
+            self._peaks[index] = len(channel.held)
 
     async def _any_readable(self, timeout_s: float) -> None:
         if len(self._channels) == 1:

@@ -37,7 +37,7 @@ class Moment:
 
     items: Items
     signatures: list[str]
-    """Signatures, each at the place of the number that stands for it."""
+    """Signatures, each at the index that stands for it."""
     generator: str
     version: int
     next_id: int

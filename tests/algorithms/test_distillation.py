@@ -39,23 +39,23 @@ ROW = st.tuples(st.integers(0, 6), st.integers(0, 4), st.floats(0, 1))
 
 @given(st.lists(ROW, max_size=5))
 def test_contexts_stand_where_they_should(rows: list[tuple[int, int, float]]) -> None:
-    tokens, contexts, expected, positions, places = [], [], [], [], []
+    tokens, contexts, expected, positions, offsets = [], [], [], [], []
     for number, (length, context_length, share) in enumerate(rows):
         row = [100 * number + i for i in range(length)]
         context = [-100 * number - i - 1 for i in range(context_length)]
-        place = round(share * length)
-        laid = row[:place] + context + row[place:]
+        offset = round(share * length)
+        laid = row[:offset] + context + row[offset:]
         positions += [len(expected) + laid.index(token) for token in row]
         expected += laid
         tokens += row
         contexts += context
-        places.append(place)
+        offsets.append(offset)
     out = insert_context(
         torch.tensor(tokens, dtype=torch.int32),
         torch.tensor([length for length, _, _ in rows], dtype=torch.int64),
         torch.tensor(contexts, dtype=torch.int32),
         torch.tensor([length for _, length, _ in rows], dtype=torch.int64),
-        torch.tensor(places, dtype=torch.int64),
+        torch.tensor(offsets, dtype=torch.int64),
     )
     assert out.tokens.tolist() == expected and out.tokens.dtype == torch.int32
     assert out.lengths.tolist() == [length + context_length for length, context_length, _ in rows]
@@ -64,7 +64,7 @@ def test_contexts_stand_where_they_should(rows: list[tuple[int, int, float]]) ->
 
 GOOD = {
     "tokens": torch.arange(5), "lengths": torch.tensor([3, 2]), "context": torch.arange(4),
-    "context_lengths": torch.tensor([0, 4]), "places": torch.tensor([3, 1]),
+    "context_lengths": torch.tensor([0, 4]), "offsets": torch.tensor([3, 1]),
 }  # fmt: skip
 
 
@@ -76,8 +76,8 @@ GOOD = {
         ({"lengths": torch.tensor([6, -1])}, ValueError, "lengths holds -1"),
         ({"context_lengths": torch.tensor([1, 4])}, ValueError, "context_lengths add up to 5"),
         ({"context_lengths": torch.tensor([4])}, ValueError, "context_lengths has shape"),
-        ({"places": torch.tensor([4, 1])}, ValueError, "places holds 4 for row 0, which has 3"),
-        ({"places": torch.tensor([1.0, 1.0])}, TypeError, "places has dtype"),
+        ({"offsets": torch.tensor([4, 1])}, ValueError, "offsets holds 4 for row 0, which has 3"),
+        ({"offsets": torch.tensor([1.0, 1.0])}, TypeError, "offsets has dtype"),
     ],
 )
 def test_mistakes_are_named(change: dict[str, object], error: type[Exception], match: str) -> None:

@@ -68,6 +68,6 @@ def plain_log_probs() -> Callable[..., np.ndarray]:
     def compute(model: PreTrainedModel, tokens: list[int], start: int, temperature: float = 1.0) -> np.ndarray:
         logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].double() / temperature
         log_probs = logits.log_softmax(-1)
-        return np.array([log_probs[place - 1, tokens[place]].item() for place in range(start, len(tokens))])
+        return np.array([log_probs[index - 1, tokens[index]].item() for index in range(start, len(tokens))])
 
     return compute

@@ -21,7 +21,7 @@ class RandomEngine:
     def __init__(self, rng: random.Random, answers: list[int], slots: int = 1 << 30) -> None:
         self.rng, self.answers, self.slots = rng, answers, slots
         self.sampled: list[tuple[int, list[int]]] = []
-        """Token and all before it, of each that was sampled; its place here is -log-probability · 1024."""
+        """Token and all before it, of each that was sampled; its number here is -log-probability · 1024."""
         self.params: list[SamplingParams] = []
         self.sessions: dict[str, list[int]] = {}
         self.running: set[str] = set()

@@ -58,10 +58,10 @@ class Player:
         """Conversations, each up to an answer that was seen."""
 
     async def ask(self, messages: Messages, n: int = 1, stop: tuple[str, ...] = ()) -> None:
-        place = self.conversation.place(messages, [])
-        for answer in await asyncio.gather(*(self.episode.sample(place, None, stop, None) for _ in range(n))):
+        position = self.conversation.position_of(messages, [])
+        for answer in await asyncio.gather(*(self.episode.sample(position, None, stop, None) for _ in range(n))):
             message = self.conversation.chat.reply(answer.generation.tokens.tolist()).message()
-            self.conversation.remember(place, answer, message)
+            self.conversation.remember(position, answer, message)
             self.states.append([*messages, message])
 
     def said(self, kind: str = "user") -> dict[str, Any]:
@@ -114,15 +114,15 @@ class Player:
 
 def assert_exact(trajectory: Trajectory, engine: RandomEngine) -> None:
     """Each sampled token is an action once, behind the tokens that it was sampled after, and nothing else is one."""
-    places = np.flatnonzero(trajectory.action_mask)
-    serials = np.rint(-trajectory.behaviour_log_probs[places] * 1024).astype(int).tolist()
+    indices = np.flatnonzero(trajectory.action_mask)
+    serials = np.rint(-trajectory.behaviour_log_probs[indices] * 1024).astype(int).tolist()
     assert sorted(serials) == list(range(len(engine.sampled)))
     starts = np.flatnonzero(trajectory.versions == CONTEXT_START)
-    for place, serial in zip(places.tolist(), serials, strict=True):
-        begin = int(starts[starts <= place].max(initial=0))
+    for index, serial in zip(indices.tolist(), serials, strict=True):
+        begin = int(starts[starts <= index].max(initial=0))
         token, history = engine.sampled[serial]
-        assert trajectory.tokens[place] == token
-        assert trajectory.tokens[begin:place].tolist() == history
+        assert trajectory.tokens[index] == token
+        assert trajectory.tokens[begin:index].tolist() == history
 
 
 @pytest.mark.system
@@ -172,8 +172,8 @@ def test_a_clients_seed_gives_an_episode_the_same_answer_again_and_other_episode
         limits = EpisodeLimits(1.0, max_new_tokens=4, max_length=400)
         episode = GatewayEpisode(replace(SPEC, seed=spec_seed), engine, Conversation(chat), limits, 1000)
         for wanted in (11, 11, 12):
-            place = episode.conversation.place([{"role": "user", "content": "a"}], [])
-            await episode.sample(place, None, (), wanted)
+            position = episode.conversation.position_of([{"role": "user", "content": "a"}], [])
+            await episode.sample(position, None, (), wanted)
         await episode.close()
         return [params.seed for params in engine.params]
 

@@ -170,11 +170,11 @@ class Reciting(RandomEngine):
         self.left = list(tokens)
 
     async def _answer(self, session_id: str, history: list[int], params: Any) -> Any:
-        ends = [place for place, token in enumerate(self.left, 1) if token in params.stop_token_ids]
+        ends = [index for index, token in enumerate(self.left, 1) if token in params.stop_token_ids]
         number = min([params.max_new_tokens, *ends])
         tokens, self.left = self.left[:number], self.left[number:]
         serials = list(range(len(self.sampled), len(self.sampled) + number))
-        self.sampled += [(token, [*history, *tokens[:place]]) for place, token in enumerate(tokens)]
+        self.sampled += [(token, [*history, *tokens[:index]]) for index, token in enumerate(tokens)]
         self.sessions[session_id] = [*history, *tokens]
         return self._generation(tokens, serials, "stop" if number in ends else "length")
 

@@ -37,7 +37,7 @@ class Scripted(RandomEngine):
     async def _answer(self, session_id: str, history: list[int], params: Any) -> Any:
         tokens = self.script.pop(0)
         serials = list(range(len(self.sampled), len(self.sampled) + len(tokens)))
-        self.sampled += [(token, [*history, *tokens[:place]]) for place, token in enumerate(tokens)]
+        self.sampled += [(token, [*history, *tokens[:index]]) for index, token in enumerate(tokens)]
         self.sessions[session_id] = [*history, *tokens]
         return self._generation(tokens, serials, "stop")
 
@@ -106,7 +106,7 @@ def test_a_call_stays_text_where_no_tools_are_offered(chat: ChatTokens, wish: di
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_calls_stream_in_their_own_places(chat: ChatTokens) -> None:
+def test_calls_stream_at_their_own_indices(chat: ChatTokens) -> None:
     engine = Scripted(chat, [CALL, CALLS[0], CALLED, CALL, CALLS[1], CALLED, END])
 
     async def main() -> None:

@@ -79,8 +79,8 @@ class PlayedFlash:
         bounds = [0, len(q)] if self.forgets_rows else cu_seqlens_q.tolist()
         rows = []
         for begin, end in zip(bounds, bounds[1:], strict=False):
-            places = torch.arange(end - begin)
-            distance = places[:, None] - places
+            positions = torch.arange(end - begin)
+            distance = positions[:, None] - positions
             seen = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
             heads = [x[begin:end].transpose(0, 1) for x in (q, k, v)]
             row = torch.nn.functional.scaled_dot_product_attention(

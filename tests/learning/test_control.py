@@ -166,10 +166,10 @@ def test_controllers_go_on_from_their_state() -> None:
     rng = np.random.default_rng(2)
     returns, entropies = rng.normal(0.0, 2.0, (12, 40)), [2.0] * 6 + [0.01] * 6
 
-    def go_on(parts: tuple[EntropyControl, RewardScale, CollapseAlarm], places: range) -> list[object]:
+    def go_on(parts: tuple[EntropyControl, RewardScale, CollapseAlarm], indices: range) -> list[object]:
         entropy, scale, alarm = parts
         seen: list[object] = []
-        for i in places:
+        for i in indices:
             entropy.observe(entropies[i])
             scale.observe(*scale.sums(returns[i].tolist()))
             alarm.observe(entropies[i], 5.0, 0.1)

@@ -36,7 +36,7 @@ def test_values_and_gradients_agree_with_the_full_table(
 
     def run(function) -> tuple[Tensor, Tensor, list[Tensor]]:  # type: ignore[no-untyped-def]
         log_probs, entropy = function(hidden, weight, bias if with_bias else None, targets, temperature)
-        # each output has a gradient of its own at every place
+        # each output has a gradient of its own at every index
         return log_probs, entropy, list(torch.autograd.grad((log_probs * up + entropy * up.flip(0)).sum(), leaves))
 
     log_probs, entropy, gradients = run(token_log_probs)

@@ -43,7 +43,7 @@ class OwnCredit(Credit):
 def scored() -> Scored:
     log_probs = torch.full((N,), -1.0, requires_grad=True)
     ids = torch.zeros(N, dtype=torch.int64)
-    return Scored(log_probs, torch.ones(N), torch.full((N,), -1.0), ids, ids, 0, lambda places: places)
+    return Scored(log_probs, torch.ones(N), torch.full((N,), -1.0), ids, ids, 0, lambda indices: indices)
 
 
 ONES = torch.ones(N)

@@ -41,11 +41,11 @@ def test_indices_agree_with_a_walk_over_the_trajectories() -> None:
         trajectory = trajectories[member]
         positions += range(trajectory.num_tokens)
         for start, end in trajectory.turns.tolist():
-            for place in range(start, end):
-                actions.append(offset + place)
+            for index in range(start, end):
+                actions.append(offset + index)
                 segments.append(row)
                 turn_of.append(len(turn_segments))
-                log_probs.append(float(trajectory.behaviour_log_probs[place]))
+                log_probs.append(float(trajectory.behaviour_log_probs[index]))
             turn_segments.append(row)
             turn_rewards.append(float(trajectory.rewards[start:end].sum()))
             before_turn.append(offset + start - 1)
@@ -84,9 +84,9 @@ def test_a_trajectory_beyond_the_budget_has_a_micro_batch_of_its_own() -> None:
     assert found == [[40], [33], [20, 12], [9, 5]]
 
 
-def test_an_action_at_the_first_place_cannot_reach_packing() -> None:
+def test_an_action_at_index_0_cannot_reach_packing() -> None:
     trajectory = make_trajectory(4, [(1, 4)])
-    with pytest.raises(ValueError, match="action_mask is True at place 0"):
+    with pytest.raises(ValueError, match="action_mask is True at index 0"):
         type(trajectory)(
             **{name: getattr(trajectory, name) for name in (*ARRAY_FIELDS, *METADATA_FIELDS)}
             | {"action_mask": np.ones(4, bool), "turns": np.array([[0, 4]], np.int32)}
@@ -94,7 +94,7 @@ def test_an_action_at_the_first_place_cannot_reach_packing() -> None:
 
 
 def with_contexts(trajectory: Trajectory, *starts: int) -> Trajectory:
-    """The trajectory with a further context from each of these places on."""
+    """The trajectory with a further context from each of these indices on."""
     versions = trajectory.versions.copy()
     versions[list(starts)] = CONTEXT_START
     return dataclasses.replace(trajectory, versions=versions)

@@ -51,8 +51,8 @@ def test_a_teacher_reads_its_context_before_each_episode(tmp_path: Path) -> None
     context = torch.tensor(tokenizer.encode("hint b", add_special_tokens=False))
     assert len(context) == len("hint b")
     expected = []
-    for place in batch.members:
-        row = rows[place]
+    for index in batch.members:
+        row = rows[index]
         tokens = torch.cat([context, torch.tensor(row.tokens, dtype=torch.int64)])
         with torch.no_grad():
             hidden = model.hidden(tokens, torch.arange(len(tokens)), torch.tensor([len(tokens)]))
@@ -163,9 +163,9 @@ def test_a_dpo_update_moves_the_weights_as_its_loss_says(tmp_path: Path) -> None
     loss = torch.zeros(())
     for better, worse in ((1, 0), (2, 3)):
         margin = torch.zeros(())
-        for place, sign in ((better, 1), (worse, -1)):
+        for index, sign in ((better, 1), (worse, -1)):
             for scorer, side in ((model, 1), (reference, -1)):
-                margin = margin + sign * side * _sum_log_probs(scorer, rows[place])
+                margin = margin + sign * side * _sum_log_probs(scorer, rows[index])
         loss = loss - torch.nn.functional.logsigmoid(0.3 * margin) / 2
     loss.backward()
     expected = [p.grad for p in model.lm.parameters() if p.grad is not None]

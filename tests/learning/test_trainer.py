@@ -224,8 +224,8 @@ def advantages_of_turns(trainer: Trainer, loss: Watching, batch: Batch) -> list[
     [advantages], [rows] = loss.seen, loss.rows
     [micro] = pack(batch.trajectories, 1000)
     found: list[list[float]] = [[] for _ in batch.trajectories]
-    for place, member in enumerate(micro.members):
-        mine = advantages[rows == place]
+    for index, member in enumerate(micro.members):
+        mine = advantages[rows == index]
         ends = np.cumsum([end - start for start, end in batch.trajectories[member].turns.tolist()]) - 1
         found[member] = mine[ends].tolist()
     return found

@@ -90,7 +90,7 @@ def test_ranks_share_an_actor_in_equal_parts(world: World) -> None:
     assert [len(of_rank(actor, rank)) for rank in range(NUM_RANKS)] == [5, 5]
 
 
-def test_places_that_one_rank_cannot_fill_go_to_the_other(world: World) -> None:
+def test_slots_that_one_rank_cannot_fill_go_to_the_other(world: World) -> None:
     actor = world.start(max_open=(2, 64))
     actor.request(10)
     world.until(lambda: len(actor.held) >= 10)

@@ -27,7 +27,7 @@ def filled(
     signatures: Sequence[int] = SIGNATURES,
     seed: int = 0,
 ) -> ReplayBuffer:
-    """A buffer of these items, whose ids are their places; they stay however often they are drawn."""
+    """A buffer of these items, whose ids are their indices; they stay however often they are drawn."""
     buffer = ReplayBuffer(sampler, max(1000, len(versions)), BIG, max_replays=BIG, seed=seed)
     items = [[make_trajectory(version=v, signature=f"s{s}")] for v, s in zip(versions, signatures, strict=True)]
     buffer.insert_all(items, max(versions))
@@ -208,18 +208,18 @@ def test_classes_are_drawn_each_by_itself_and_count_together_for_rarity() -> Non
     sampler = PrioritySampler(4.0, 0.6, 0.05, 1.0, uniform_floor=0.1)
     buffer = ReplayBuffer(sampler, 100, BIG, max_replays=BIG, separate_replayed=True)
     order = [1, 3, 4, 0, 2, 5]
-    for places in (order[:3], order[3:]):
+    for indices in (order[:3], order[3:]):
         assert buffer.sample(3, 7, max_replayed=0).items == ()
-        items = [[make_trajectory(version=VERSIONS[i], signature=f"s{SIGNATURES[i]}")] for i in places]
+        items = [[make_trajectory(version=VERSIONS[i], signature=f"s{SIGNATURES[i]}")] for i in indices]
         buffer.insert_all(items, 7)
-        if places == order[:3]:
+        if indices == order[:3]:
             buffer.sample(3, 7, max_replayed=0)
     buffer.update_advantages(range(6), [ADVANTAGES[i] for i in order])
     p = defined(PrioritySampler(4.0, 0.6, 0.05, 1.0), VERSIONS, ADVANTAGES, SIGNATURES)
     by_class = []
-    for places in (order[:3], order[3:]):
-        whole = sum(p[i] for i in places)
-        by_class.append([0.9 * p[i] / whole + 0.1 / 3 for i in places])
+    for indices in (order[:3], order[3:]):
+        whole = sum(p[i] for i in indices)
+        by_class.append([0.9 * p[i] / whole + 0.1 / 3 for i in indices])
     counts = Counter(buffer.sample(1, 7, max_replayed=1).item_ids.tolist()[0] for _ in range(NUM_DRAWS))
     assert_frequencies(counts, dict(enumerate(by_class[0])), NUM_DRAWS)
     sample = buffer.sample(6, 7, max_replayed=3)

@@ -51,9 +51,9 @@ def serve(module: ModuleType) -> None:
     gc.freeze()  # a fork that looks through all that was imported copies its memory
     for line in sys.stdin:
         number, words = json.loads(line)
-        with tempfile.TemporaryDirectory() as place, tempfile.TemporaryFile() as said:
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as said:
             total = str(number)
-            world = {"WORLD_SIZE": total, "LOCAL_WORLD_SIZE": total, RENDEZVOUS: f"file://{place}/ranks"}
+            world = {"WORLD_SIZE": total, "LOCAL_WORLD_SIZE": total, RENDEZVOUS: f"file://{folder}/ranks"}
             ranks = set()
             for rank in range(number):
                 child = os.fork()

@@ -74,7 +74,7 @@ class Policies:
 
 def picked(logits: torch.Tensor, tokens: list[int], start: int) -> np.ndarray:
     log_probs = logits.log_softmax(-1)
-    return np.array([log_probs[place - 1, tokens[place]].item() for place in range(start, len(tokens))])
+    return np.array([log_probs[index - 1, tokens[index]].item() for index in range(start, len(tokens))])
 
 
 @dataclass
@@ -190,5 +190,5 @@ async def has_decoded(engine: SGLangEngine, more: int) -> None:
 def start_answers(engine: SGLangEngine, prompts: list[list[int]], length: int) -> list[asyncio.Task[Generation]]:
     params = SamplingParams(max_new_tokens=length)
     return [
-        asyncio.create_task(engine.generate(f"episode-{place}", prompt, params)) for place, prompt in enumerate(prompts)
+        asyncio.create_task(engine.generate(f"episode-{index}", prompt, params)) for index, prompt in enumerate(prompts)
     ]

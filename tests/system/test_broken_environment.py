@@ -43,7 +43,7 @@ def test_an_environment_that_always_raises_ends_the_run_with_the_reason(tmp_path
         assert "Traceback" not in printed
         actor_log = (tmp_path / "run" / "logs" / "actor-0.log").read_text()
         assert actor_log.count("KeyError: 'no such room'") >= 1 and actor_log.count("Traceback") <= 3
-        assert sum(column(run.rows(), "actor/failed_episodes")) < 500  # each place waits longer after each fault
+        assert sum(column(run.rows(), "actor/failed_episodes")) < 500  # each slot waits longer after each fault
 
 
 @pytest.mark.system

@@ -51,15 +51,15 @@ def test_log_probs_of_a_thousand_answers_are_those_of_the_learner(rig):
     """In episodes of several turns, before and after weights change under them and while they do."""
     answers: list[tuple[float, list[int], Generation]] = []
 
-    async def episode(place: int, prompt: list[int]) -> None:
-        random = np.random.default_rng(place)
-        name = f"turns-{place}"
+    async def episode(index: int, prompt: list[int]) -> None:
+        random = np.random.default_rng(index)
+        name = f"turns-{index}"
         for _ in range(4):
             params = SamplingParams(
-                temperature=[1.0, 0.7, 1.3][place % 3],
+                temperature=[1.0, 0.7, 1.3][index % 3],
                 max_new_tokens=int(random.integers(1, 40)),
                 stop_token_ids=tuple(random.integers(0, rig.policies.vocab_size, 8).tolist()),
-                greedy=place % 8 == 7,
+                greedy=index % 8 == 7,
             )
             lowest = rig.engine.version
             answer = await rig.engine.generate(name, prompt, params)
@@ -89,7 +89,7 @@ def test_log_probs_of_a_thousand_answers_are_those_of_the_learner(rig):
         async def play() -> None:
             for batch in range(16):
                 prompts = rig.prompts(EPISODES, seed=batch)
-                await asyncio.gather(*(episode(place, prompt) for place, prompt in enumerate(prompts)))
+                await asyncio.gather(*(episode(index, prompt) for index, prompt in enumerate(prompts)))
 
         await asyncio.gather(play(), publish())
 
@@ -296,15 +296,15 @@ def test_sixteen_episodes_outlive_the_kill_of_their_server(rig):
     chat.stop_token_ids = ()  # no answer ends early: every episode is three answers of 300 tokens and a shorter one
     limits = EpisodeLimits(temperature=1.0, max_new_tokens=300, max_length=MAX_LENGTH)
 
-    def play(place: int) -> asyncio.Task[Trajectory]:
-        spec = EpisodeSpec(f"episode-{place}", suite.tasks("train")[place], place // 8, place, 0, "corridor", "me", "")
+    def play(index: int) -> asyncio.Task[Trajectory]:
+        spec = EpisodeSpec(f"episode-{index}", suite.tasks("train")[index], index // 8, index, 0, "corridor", "me", "")
         return asyncio.create_task(play_episode(spec, suite.session(True), rig.engine, chat, limits))
 
     async def test():
         version = rig.engine.version + 1
         await rig.load(rig.engine, version)
         counted, restarts = rig.engine.stats().decode_tokens, rig.engine.restarts
-        episodes = [play(place) for place in range(EPISODES)]
+        episodes = [play(index) for index in range(EPISODES)]
         answers = rig.engine.answers
         first_prompt = len(chat.first("+a"))
         while sum(len(a.tokens) >= 16 and len(a.prompt) > first_prompt for a in answers.values()) < EPISODES // 2:
@@ -383,17 +383,17 @@ async def answers_are_of_their_versions(rig: Rig) -> None:
     for turn, length in enumerate((50, 450, 350)):
         prompt_tokens += sum(map(len, histories.values()))
         answers = {
-            place: asyncio.create_task(rig.engine.generate(f"{place}", tokens, SamplingParams(max_new_tokens=length)))
-            for place, tokens in histories.items()
+            index: asyncio.create_task(rig.engine.generate(f"{index}", tokens, SamplingParams(max_new_tokens=length)))
+            for index, tokens in histories.items()
         }
         if turn:
             await has_decoded(rig.engine, 20 * EPISODES)
             await rig.load(rig.engine, turn)
-        for place, task in answers.items():
+        for index, task in answers.items():
             answer = await task
-            rig.check(histories[place], answer)
+            rig.check(histories[index], answer)
             assert set(answer.versions.tolist()) == ({turn - 1, turn} if turn else {0})
-            histories[place] = [*histories[place], *answer.tokens.tolist(), 5, 6, 7]
+            histories[index] = [*histories[index], *answer.tokens.tolist(), 5, 6, 7]
     assert rig.engine.stats().prefill_tokens < prompt_tokens  # the cache was of use
 
 

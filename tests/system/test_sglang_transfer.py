@@ -59,10 +59,10 @@ class FedRig(Rig):
     async def check_fresh_answers(self) -> None:
         """Log-probabilities of the newest version, against the learner's own forward."""
         answers = []
-        for place, prompt in enumerate(self.prompts(4, seed=self.engine.version)):
-            answer = await self.engine.generate(f"fresh-{place}", prompt, SamplingParams(max_new_tokens=30))
+        for index, prompt in enumerate(self.prompts(4, seed=self.engine.version)):
+            answer = await self.engine.generate(f"fresh-{index}", prompt, SamplingParams(max_new_tokens=30))
             assert set(answer.versions.tolist()) == {self.engine.version}
-            self.engine.release(f"fresh-{place}")
+            self.engine.release(f"fresh-{index}")
             answers.append((prompt, answer))
         expected = self.policies.learners_log_probs(self.model_of(self.engine.version), answers, 1.0)
         for (_, answer), log_probs in zip(answers, expected, strict=True):

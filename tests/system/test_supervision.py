@@ -164,7 +164,7 @@ def test_ranks_start_together_again_when_one_has_died(tmp_path: Path, capfd: pyt
         None,
         {**os.environ, FAMILY: "test-ranks"},
         num_ranks=2,
-        meeting_place=tmp_path,
+        rendezvous_dir=tmp_path,
     )
     learner.start()
     deadline = time.monotonic() + 60

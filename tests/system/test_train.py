@@ -190,7 +190,7 @@ def test_training_survives_the_loss_of_actor_and_learner_and_a_malformed_traject
 
 @pytest.mark.system
 def test_an_offline_run_outlasts_its_arena_and_goes_on_with_its_own_policy_after_a_kill(tmp_path: Path) -> None:
-    """Four times as many trajectories as the trajectory store has places for, all from the first weights."""
+    """Four times as many trajectories as the trajectory store has slots for, all from the first weights."""
     offline = ("learner.sync_interval=null", "algorithm.max_staleness=null")
     small = ("learner.batch_size=32", "replay.capacity=32", "learner.stall_timeout_s=30")
     with Run(tmp_path, "experiment=toy", *offline, *small, ENDLESS) as run:

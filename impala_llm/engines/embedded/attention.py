@@ -28,7 +28,7 @@ class QueryRows:
     """int64[C]: row that a block belongs to; R where it belongs to none."""
     source: torch.Tensor
     """int64[C]: the same, with an existing row instead of R."""
-    places: torch.Tensor
+    block_indices: torch.Tensor
     """int64[R * M]: indices of the blocks of a row, M the largest number of a row; its last one is repeated."""
     mask: torch.Tensor
     """float[C, 1, BLOCK]: 0 where the block's row sees the position, -inf elsewhere."""
@@ -96,7 +96,7 @@ def query_rows(
         num_rows=num_rows,
         owner=tensor(owner),
         source=tensor(np.minimum(owner, num_rows - 1)),
-        places=tensor(np.where(present, index, last[:, None]).reshape(-1)),
+        block_indices=tensor(np.where(present, index, last[:, None]).reshape(-1)),
         mask=tensor(mask),
         distance=None if distance is None else tensor(distance),
         gathered=None if in_place else tensor(used),
@@ -138,7 +138,7 @@ def attend_rows(
         mask = mask.masked_fill(rows.distance >= window, -torch.inf)
     by_block = queries.to(cache.dtype).index_select(0, rows.source).view(batch, -1, head_dim)
     scores = _product(by_block, keys.transpose(1, 2)).view(size, heads, BLOCK).add_(mask)
-    highest = scores.amax(-1).index_select(0, rows.places).view(num_rows, -1, heads).amax(1)
+    highest = scores.amax(-1).index_select(0, rows.block_indices).view(num_rows, -1, heads).amax(1)
     weights = scores.sub_(highest.index_select(0, rows.source).unsqueeze(-1)).exp2_()
     parts = _product(weights.to(cache.dtype).view(batch, -1, BLOCK), values).view(size, heads * head_dim)
     # One row more than there are queries: it collects blocks that belong to none.
@@ -169,8 +169,8 @@ def attend_segment(
     """
     mask = part.mask
     if window is not None and window < part.length:
-        places = torch.arange(part.length, device=queries.device)
-        distance = places[part.length - len(queries) :, None] - places
+        positions = torch.arange(part.length, device=queries.device)
+        distance = positions[part.length - len(queries) :, None] - positions
         mask = (distance >= 0) & (distance < window)
     own = cache.gather_blocks(layer, part.blocks).transpose(1, 2).flatten(2, 3)[:, None, :, : part.length]
     mixed = F.scaled_dot_product_attention(

@@ -152,7 +152,7 @@ def gate(gate_up: np.ndarray, out: np.ndarray) -> None:
 
 
 @_compiled(reordered=True)
-def place_heads(
+def write_heads(
     projected: np.ndarray,
     weights: np.ndarray,
     normalise: bool,
@@ -199,15 +199,15 @@ def place_heads(
         for part in range(2):
             for h in range(kv_heads):
                 start = (heads + part * kv_heads + h) * head_dim
-                place = pool[part, block, h, offset]
+                target = pool[part, block, h, offset]
                 for i in range(head_dim):
-                    place[i] = row[start + i]
+                    target[i] = row[start + i]
 
 
 @_compiled(reordered=True)
 def attend(
     queries: np.ndarray,
-    places: np.ndarray,
+    indices: np.ndarray,
     slots: np.ndarray,
     lengths: np.ndarray,
     table: np.ndarray,
@@ -219,9 +219,9 @@ def attend(
 
     Args:
         queries: float32[N, >= heads * head_dim], scaled for powers of two.
-        places: int64[R], indices of queries.
+        indices: int64[R], of queries.
         slots, lengths: int64[R].
-        table, pool: as for `place_heads`.
+        table, pool: as for `write_heads`.
         scores: float32[>= the largest length], scratch memory.
         out: float32[>= R, heads * head_dim], set.
     """
@@ -234,7 +234,7 @@ def attend(
         for h in range(kv_heads):
             for g in range(group):
                 start = (h * group + g) * head_dim
-                query = queries[places[r], start : start + head_dim]
+                query = queries[indices[r], start : start + head_dim]
                 for b in range(num_blocks):
                     keys = pool[0, blocks[b], h]
                     part = scores[b * block_size : min(length, (b + 1) * block_size)]
@@ -335,7 +335,7 @@ def draw(
                     if before + masses[b] > target:
                         break
                     before += masses[b]
-            if before >= total:  # a draw beside 1, by rounding: the last place with weight
+            if before >= total:  # a draw beside 1, by rounding: the last index with weight
                 before -= masses[last]
             for i in range(bin_ * _BINS, min(vocab_size, (bin_ + 1) * _BINS)):
                 if weights[i] > _ZERO:

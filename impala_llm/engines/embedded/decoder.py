@@ -69,11 +69,11 @@ def pack(plan: Plan, cache: KVCache, device: torch.device, has_windows: bool = F
         sample_rows = None
         if num_sampled:
             sample_rows = query_rows(cache, plan.sampled, plan.sampled_lengths, device, has_windows)
-    places = cache.rows(plan.token_slots, plan.positions[:num_tokens], len(plan.tokens) - num_tokens)
+    cache_rows = cache.rows(plan.token_slots, plan.positions[:num_tokens], len(plan.tokens) - num_tokens)
     return PackedBatch(
         tokens=tensor(plan.tokens),
         positions=tensor(plan.positions),
-        cache_rows=tensor(places),
+        cache_rows=tensor(cache_rows),
         rows=rows,
         segments=[segment(cache, *part, device) for part in plan.segments()],
         sample_index=None if plan.sample_index is None else tensor(plan.sample_index),
@@ -252,7 +252,7 @@ class CpuDecoder:
         for index, layer in enumerate(weights.layers):
             projected = layer.qkv(torch.from_numpy(normed)).numpy()
             pool = cache.layer_array(index)
-            cpu_kernels.place_heads(
+            cpu_kernels.write_heads(
                 projected,
                 layer.head_weights.numpy(),
                 layer.normalises_heads,
@@ -288,19 +288,19 @@ class CpuDecoder:
     def _attend(
         self,
         projected: np.ndarray,
-        places: np.ndarray,
+        indices: np.ndarray,
         slots: np.ndarray,
         lengths: np.ndarray,
         table: np.ndarray,
         pool: np.ndarray,
     ) -> np.ndarray:
-        """Attend with one query for each of `slots`, at indices `places` of the batch.
+        """Attend with one query for each of `slots`, at `indices` of the batch.
 
         Returns:
-            float32[len(places), heads * head_dim], zeros beyond the slots.
+            float32[len(indices), heads * head_dim], zeros beyond the slots.
         """
-        mixed = np.zeros((len(places), self._weights.heads * self._weights.head_dim), dtype=np.float32)
-        cpu_kernels.attend(projected, places, slots, lengths, table, pool, self._scores, mixed)
+        mixed = np.zeros((len(indices), self._weights.heads * self._weights.head_dim), dtype=np.float32)
+        cpu_kernels.attend(projected, indices, slots, lengths, table, pool, self._scores, mixed)
         return mixed
 
     def _attend_segment(

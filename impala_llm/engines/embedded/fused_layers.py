@@ -37,9 +37,9 @@ class CompactWeights:
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         self.activation = trunk.layers[0].mlp.act_fn
-        places = torch.arange(max_length, device=self.embedding.device)[None]
+        positions = torch.arange(max_length, device=self.embedding.device)[None]
         with torch.no_grad():
-            cos, sin = trunk.rotary_emb(self.embedding[:1].float(), places)
+            cos, sin = trunk.rotary_emb(self.embedding[:1].float(), positions)
         half = cos.shape[-1] // 2
         self.cos: torch.Tensor = cos[0].clone()
         self.sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)

@@ -69,9 +69,9 @@ class KVCache:
 
     def reserve(self, slot: int, length: int) -> None:
         """Give a session blocks for `length` tokens, length <= max_length."""
-        for place in range(int(self._owned[slot]), -(-length // BLOCK)):
-            self.table[slot, place] = heapq.heappop(self._free)
-            self._owned[slot] = place + 1
+        for index in range(int(self._owned[slot]), -(-length // BLOCK)):
+            self.table[slot, index] = heapq.heappop(self._free)
+            self._owned[slot] = index + 1
 
     def free(self, slot: int) -> None:
         """Free a session's blocks."""

@@ -95,10 +95,10 @@ class SessionTable:
         shared = min(int(self.cached[slot]), len(prompt))
         differs = np.flatnonzero(self.tokens[slot, :shared] != prompt[:shared])
         if len(differs):
-            place = int(differs[0])
+            index = int(differs[0])
             raise EngineError(
-                f"session {self.session(slot)!r}: token {place} of the history is {prompt[place]}, but the cache was"
-                f" computed from {self.tokens[slot, place]}: a history may only grow; release the session to start anew"
+                f"session {self.session(slot)!r}: token {index} of the history is {prompt[index]}, but the cache was"
+                f" computed from {self.tokens[slot, index]}: a history may only grow; release the session to start anew"
             )
 
     def start(self, slot: int, prompt: np.ndarray, params: SamplingParams, key: np.uint64) -> None:
@@ -122,13 +122,13 @@ class SessionTable:
         self, slots: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray, version: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Add one sampled token to each of `slots`; all arrays [R]. Returns bool[R] twice: stopped, at the limit."""
-        places = self.length[slots]
-        self.tokens[slots, places] = tokens
-        self.log_probs[slots, places] = log_probs
-        self.versions[slots, places] = version
-        self.length[slots] = places + 1
+        indices = self.length[slots]
+        self.tokens[slots, indices] = tokens
+        self.log_probs[slots, indices] = log_probs
+        self.versions[slots, indices] = version
+        self.length[slots] = indices + 1
         self.drawn[slots] += 1
-        return (tokens[:, None] == self.stops[slots]).any(axis=1), places + 1 >= self.limit[slots]
+        return (tokens[:, None] == self.stops[slots]).any(axis=1), indices + 1 >= self.limit[slots]
 
     def finish(self, slot: int, reason: FinishReason) -> Generation:
         """End the answer of a running session; its history stays."""

@@ -241,7 +241,7 @@ class WeightSender:
                 client.receive_weights(link.name, bucket.described, None, False, self._timeout_s),
             )
         # A call of its own: tensors that a server receives too late, after it was given up, get no label.
-        # Answers under way hold places in the cache after an in-place pause: it cannot be flushed then.
+        # Answers under way hold slots in the cache after an in-place pause: it cannot be flushed then.
         await client.receive_weights(link.name, [], version, mode == "retract", self._timeout_s)
         turn.is_touched = False
         await client.end_update()

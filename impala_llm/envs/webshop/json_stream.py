@@ -141,7 +141,7 @@ class _Reader:
                 self.fill(name)
 
     def is_unfinished(self, at: int) -> bool:
-        """Whether the file ends at a place, or in the middle of a word of JSON that begins there."""
+        """Whether the file ends at an offset, or in the middle of a word of JSON that begins there."""
         rest = self.text[at:].rstrip()
         return any(word.startswith(rest) for word in ("true", "false", "null", "-"))
 

@@ -113,7 +113,7 @@ class ReadingShopper:
     def _settle(self, episode: _Episode, links: list[str]) -> str:
         """The way to the best product seen: its page of results, then itself."""
         best = max(
-            episode.seen, key=lambda place: episode.seen[place], default=(episode.page, links[0] if links else "")
+            episode.seen, key=lambda result: episode.seen[result], default=(episode.page, links[0] if links else "")
         )
         if best[0] == episode.page and best[1] in links:
             return _open(episode, best[1])

@@ -194,6 +194,6 @@ def texts_of(links: list[str], observation: str) -> dict[str, str]:
     lines = {last.strip("[]"): rest for rest, _, last in (line.rpartition(" ") for line in observation.splitlines())}
     if any(asin in lines for asin in links):
         return {asin: lines[asin] for asin in links if asin in lines}
-    places = sorted((observation.find(asin), asin) for asin in links if asin in observation)
-    ends = [place for place, _ in places[1:]] + [len(observation)]
-    return {asin: observation[place + len(asin) : end] for (place, asin), end in zip(places, ends, strict=True)}
+    offsets = sorted((observation.find(asin), asin) for asin in links if asin in observation)
+    ends = [offset for offset, _ in offsets[1:]] + [len(observation)]
+    return {asin: observation[offset + len(asin) : end] for (offset, asin), end in zip(offsets, ends, strict=True)}

@@ -232,7 +232,7 @@ class ZapAuthenticator:
     def _note(self, handshakes: _Handshakes, message: list[bytes]) -> bool:
         """Handle an event of a socket. Returns False after the last one."""
         event = parse_monitor_message(message)
-        kind, place = zmq.Event(event["event"]), event["endpoint"].decode()
+        kind, endpoint = zmq.Event(event["event"]), event["endpoint"].decode()
         match kind:
             case zmq.Event.MONITOR_STOPPED:
                 return False
@@ -244,10 +244,10 @@ class ZapAuthenticator:
                     handshakes.shut_down.add(event["value"])
                     self._warnings.log(
                         "a connection was ended at once",
-                        f"at {place}: three quarters of the open files that this process may have are open: raise "
+                        f"at {endpoint}: three quarters of the open files that this process may have are open: raise "
                         "ulimit -Hn, and let a firewall admit the actors' hosts alone",
                     )
-                    self._shut_down(event["value"], place)
+                    self._shut_down(event["value"], endpoint)
             case zmq.Event.HANDSHAKE_SUCCEEDED:
                 handshakes.done()
             case zmq.Event.HANDSHAKE_FAILED_AUTH:
@@ -259,17 +259,17 @@ class ZapAuthenticator:
                 handshakes.shut_down.remove(event["value"])
             case zmq.Event.DISCONNECTED:
                 if handshakes.ended_without(event["value"]):
-                    self._refused_at(place, _NOT_ZMTP)
+                    self._refused_at(endpoint, _NOT_ZMTP)
             case _:
                 handshakes.done()
-                self._refused_at(place, _FAILURES[kind])
+                self._refused_at(endpoint, _FAILURES[kind])
         return True
 
-    def _refused_at(self, place: str, why: str) -> None:
+    def _refused_at(self, endpoint: str, why: str) -> None:
         self._num_refused += 1
-        self._warnings.log("a connection was refused", f"at {place}: {why}")
+        self._warnings.log("a connection was refused", f"at {endpoint}: {why}")
 
-    def _shut_down(self, descriptor: int, place: str) -> None:
+    def _shut_down(self, descriptor: int, endpoint: str) -> None:
         """Shut down a connection to a TCP endpoint; libzmq then closes it. Nothing is done where libzmq has closed the
         connection meanwhile, and its descriptor belongs to another file.
         """
@@ -279,7 +279,7 @@ class ZapAuthenticator:
             os.dup2(descriptor, self._spare, inheritable=False)
             connection = system.socket(system.AF_INET, system.SOCK_STREAM, fileno=self._spare)
             try:
-                if place.endswith(f":{connection.getsockname()[1]}"):
+                if endpoint.endswith(f":{connection.getsockname()[1]}"):
                     connection.shutdown(system.SHUT_RDWR)
             finally:
                 connection.detach()

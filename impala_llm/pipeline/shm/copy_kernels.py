@@ -135,13 +135,13 @@ def borrowed(typing: Any, array: Any) -> Any:
 
 
 @intrinsic
-def stream_line(typing: Any, target: Any, place: Any, source: Any, index: Any) -> Any:
-    """Set target[place : place + 8] = source[index : index + 8] by a store past the caches: the old contents are not
+def stream_line(typing: Any, target: Any, target_index: Any, source: Any, source_index: Any) -> Any:
+    """Set target[target_index:][:8] = source[source_index:][:8] by a store past the caches: the old contents are not
     fetched first.
 
     Args:
-        target, source: uint64[n]. The address of target[place] is a multiple of 64 bytes.
-        place, index: of the first word.
+        target, source: uint64[n]. The address of target[target_index] is a multiple of 64 bytes.
+        target_index, source_index: of the first word.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -153,7 +153,7 @@ def stream_line(typing: Any, target: Any, place: Any, source: Any, index: Any) -
         store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
         return context.get_dummy_value()
 
-    return types.void(target, place, source, index), generate
+    return types.void(target, target_index, source, source_index), generate
 
 
 @intrinsic
@@ -221,10 +221,10 @@ def lay_block(ring: np.ndarray, start: int, num_header: int, block: np.ndarray) 
     """
     middle = start + num_header
     total = checksum(ring[start:middle])
-    place = ring[middle : middle + block.size]
+    target = ring[middle : middle + block.size]
     if block.size < LARGE:
-        return np.int64(total + copy_checksum(place, block, num_header))
-    total += _stream_checksum(place, block, num_header)
+        return np.int64(total + copy_checksum(target, block, num_header))
+    total += _stream_checksum(target, block, num_header)
     fence()
     return np.int64(total)
 

@@ -3,7 +3,7 @@
     88 bytes      header, 8 bytes a word, little endian: magic and format; T; K; bytes of the first four texts (16 bits
                   each); number of stats (32 bits) and bytes of their names (32 bits); ticket_id; group_id; task_id;
                   unroll_index; score; flags (1: bootstrap, 2: success, 4: continues, and then bootstrap as well)
-                  A number or flag that is added to `Trajectory` gets its place by itself; then raise the format.
+                  A number or flag that is added to `Trajectory` gets its position by itself; then raise the format.
     float64 each  values of the stats
     texts         UTF-8, end to end: episode_id, env, actor_id, signature, names of the stats with a zero byte between
                   two; then zeros up to a multiple of 8 bytes
@@ -26,6 +26,7 @@ import numpy as np
 
 from impala_llm.pipeline.shm.record_layout import (
     ALL_FLAGS,
+    FACT_INDEX,
     FLAG_NAMES,
     FLAGS,
     FLOATS,
@@ -33,7 +34,6 @@ from impala_llm.pipeline.shm.record_layout import (
     INTEGERS,
     NUM_TOKENS,
     NUM_TURNS,
-    PLACES,
     STATS,
     TEXT_NAMES,
     TEXTS,
@@ -49,7 +49,7 @@ MAGIC = 0x0003_6C6C_6D69_0001  # the format's number, "imll", 1 for trajectories
 _HEADER = struct.Struct(f"<QqqHHHHII{len(INTEGERS)}q{len(FLOATS)}dQ")
 _WORDS = struct.Struct(f"<{HEADER_WORDS}q")
 _DOUBLES, _BITS = struct.Struct(f"<{len(FLOATS)}d"), struct.Struct(f"<{len(FLOATS)}q")
-_FIRST, _FIRST_FLOAT = PLACES[INTEGERS[0]], PLACES[FLOATS[0]]
+_FIRST, _FIRST_FLOAT = FACT_INDEX[INTEGERS[0]], FACT_INDEX[FLOATS[0]]
 _METADATA_NAMES = (*TEXT_NAMES, *INTEGERS, *FLOATS, *FLAG_NAMES, "stats")
 _PADDING = [bytes(-length % 8) for length in range(8)]
 _FLAG_SETS = [tuple(bool(word >> bit & 1) for bit in range(len(FLAG_NAMES))) for word in range(ALL_FLAGS + 1)]
@@ -218,14 +218,14 @@ def decode_record(record: bytes | bytearray | memoryview) -> Trajectory:
     """
     view = memoryview(record).cast("B")
     facts = facts_of(view)
-    for name, place, low, high in (
+    for name, index, low, high in (
         ("the number of tokens", NUM_TOKENS, 1, MAX_TOKENS),
         ("the number of turns", NUM_TURNS, 1, MAX_TOKENS),
         ("ticket_id", TICKET_ID, 0, 2**63 - 1),
         ("flags", FLAGS, 0, ALL_FLAGS),
     ):
-        if not low <= facts[place] <= high:
-            raise RecordError(f"{name} is {facts[place]}: it must lie in [{low}, {high}]")
+        if not low <= facts[index] <= high:
+            raise RecordError(f"{name} is {facts[index]}: it must lie in [{low}, {high}]")
     if facts[STATS] & 0xFFFFFFFF > MAX_STATS or not 0 <= facts[STATS] >> 32 <= MAX_TEXT_BYTES:
         raise RecordError(f"stats is said to have more than {MAX_STATS} values or {MAX_TEXT_BYTES} bytes of names")
     num_tokens, num_turns = facts[NUM_TOKENS], facts[NUM_TURNS]

@@ -176,8 +176,8 @@ def _take_checked(
                 field += 1
                 field_end += num_items
             stop = min(field_end, last)
-            place = item + num_items - field_end
-            _check_span(field, ids, versions, numbers, item - np.uint64(2) * begin, mask, place, stop - item, findings)
+            offset = item + num_items - field_end
+            _check_span(field, ids, versions, numbers, item - np.uint64(2) * begin, mask, offset, stop - item, findings)
             item = stop
         in_lines = size & ~np.uint64(7) if address & np.uint64(7) == _NOTHING else _NOTHING
         for i in range(_NOTHING, in_lines, _EIGHT):
@@ -388,8 +388,8 @@ def take_records(
             block = record[begin:end]
             ids, versions, numbers = block.view(np.uint32), block.view(np.int32), block.view(np.float32)
             for field in range(_NUM_CHECKED):
-                place = np.uint64(field * num_tokens)
-                _check_span(field, ids, versions, numbers, place, mask, _NOTHING, np.uint64(num_tokens), findings)
+                offset = np.uint64(field * num_tokens)
+                _check_span(field, ids, versions, numbers, offset, mask, _NOTHING, np.uint64(num_tokens), findings)
         good = findings[_BAD] == 0 and findings[_LARGEST_TOKEN] < vocab_size
         if good and _check_turns(record[end : end + num_turns].view(np.int32), mask):
             facts[n, OUTCOME] = COPIED

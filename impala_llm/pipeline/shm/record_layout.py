@@ -1,7 +1,7 @@
 """Words of a record's header, of a descriptor and of a record's facts, by name: for compiled code as well.
 
-record.py says what they mean. A metadata field of `Trajectory` has its place by its type: a word for each integer and
-float, a bit for each flag, in the order of `METADATA_FIELDS`.
+record.py says what they mean. A metadata field of `Trajectory` has its position by its type: a word for each integer
+and float, a bit for each flag, in the order of `METADATA_FIELDS`.
 """
 
 from impala_llm.trajectory import METADATA_FIELDS
@@ -29,9 +29,9 @@ SEQUENCE, TICKET, START, NUM_WORDS, CHECKSUM = range(5)
 # begin and end of the text of its episode_id, in bytes.
 OUTCOME, OLDEST_VERSION, NEWEST_VERSION = range(3)
 NUM_TOKENS, NUM_TURNS, TEXTS, STATS = range(3, 7)
-PLACES = {name: NUM_TOKENS - NUM_TOKENS_WORD + word for name, word in WORDS.items()}
-"""Places of the metadata fields among the facts."""
-TICKET_ID, GROUP_ID, TASK_ID = PLACES["ticket_id"], PLACES["group_id"], PLACES["task_id"]
-UNROLL_INDEX, FLAGS = PLACES["unroll_index"], PLACES["flags"]
+FACT_INDEX = {name: NUM_TOKENS - NUM_TOKENS_WORD + word for name, word in WORDS.items()}
+"""Index of each metadata field among the facts."""
+TICKET_ID, GROUP_ID, TASK_ID = FACT_INDEX["ticket_id"], FACT_INDEX["group_id"], FACT_INDEX["task_id"]
+UNROLL_INDEX, FLAGS = FACT_INDEX["unroll_index"], FACT_INDEX["flags"]
 EPISODE_BEGIN, EPISODE_END = FLAGS + 1, FLAGS + 2
 FACTS = EPISODE_END + 1

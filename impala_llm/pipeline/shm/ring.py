@@ -1,6 +1,6 @@
 """Arena: the ring buffer in shared memory in which an actor writes trajectories, for the learner to copy.
 
-Invariant: a record is complete before its place is announced, and its bytes do not change until the writer frees it. So
+Invariant: a record is complete before its span is announced, and its bytes do not change until the writer frees it. So
 a reader of an announced record that was not freed reads a whole one; a writer that is killed half-way has announced
 nothing. The checksum detects changes by others.
 
@@ -46,15 +46,15 @@ _MADV_POPULATE_WRITE = 23
 
 
 class ArenaError(RuntimeError):
-    """An arena file that cannot be used, or a place that was not written."""
+    """An arena file that cannot be used, or a span that was not written."""
 
 
 class RecordTooLarge(ArenaError):
     """A record that does not fit into the ring even when it is empty."""
 
 
-class Place(NamedTuple):
-    """Position of a record: start and length in words of 8 bytes, and its checksum (`copy_kernels.checksum`) as
+class Span(NamedTuple):
+    """Where a record lies: start and length in words of 8 bytes, and its checksum (`copy_kernels.checksum`) as
     int64."""
 
     start: int
@@ -129,7 +129,7 @@ def _refuse_if_in_use(path: Path) -> None:
 class ArenaWriter:
     """The writer of an arena. One for each arena, for one thread.
 
-    Life of a record: `write`, its place is announced, `free`. The file is locked (flock) until `close` or the end of
+    Life of a record: `write`, its span is announced, `free`. The file is locked (flock) until `close` or the end of
     the process: see `ArenaReader.has_writer`.
 
     Args:
@@ -171,11 +171,11 @@ class ArenaWriter:
         """Bytes of the ring."""
         return 8 * self._num_words
 
-    def write(self, encoded: EncodedTrajectory) -> Place | None:
+    def write(self, encoded: EncodedTrajectory) -> Span | None:
         """Write a record.
 
         Returns:
-            Its place, or None where there is no room now (back-pressure): try again after a `free`.
+            Its span, or None where there is no room now (back-pressure): try again after a `free`.
 
         Raises:
             RecordTooLarge: the record does not fit even into an empty ring.
@@ -195,7 +195,7 @@ class ArenaWriter:
         self._head = end = start + (size + _UNIT - 1) // _UNIT * _UNIT
         live = self._by_start[start] = [start, end, False]
         self._live.append(live)
-        return tuple.__new__(Place, (start, size, checksum))  # three times as fast as to call the class
+        return tuple.__new__(Span, (start, size, checksum))  # three times as fast as to call the class
 
     def free(self, start: int) -> None:
         """Give back the space of the record at `start`.
@@ -213,10 +213,10 @@ class ArenaWriter:
         if not live:
             self._head = 0
 
-    def view(self, place: Place) -> memoryview:
+    def view(self, span: Span) -> memoryview:
         """Bytes of a record, valid until it is freed. No copy."""
-        begin = _HEADER_BYTES + 8 * place.start
-        return self._bytes[begin : begin + 8 * place.num_words]
+        begin = _HEADER_BYTES + 8 * span.start
+        return self._bytes[begin : begin + 8 * span.num_words]
 
     @property
     def used(self) -> int:

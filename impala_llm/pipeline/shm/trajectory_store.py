@@ -33,7 +33,7 @@ from impala_llm.pipeline.shm.record import (
     metadata_of,
     record_bytes,
 )
-from impala_llm.pipeline.shm.record_layout import INTEGERS, NUM_TOKENS, NUM_TURNS, PLACES, TICKET_ID, UNROLL_INDEX
+from impala_llm.pipeline.shm.record_layout import FACT_INDEX, INTEGERS, NUM_TOKENS, NUM_TURNS, TICKET_ID, UNROLL_INDEX
 from impala_llm.pipeline.shm.ring import ArenaError, map_new_file, populate
 from impala_llm.pipeline.shm.store_header import FORMAT, HEADER, MAGIC
 from impala_llm.trajectory import ARRAY_FIELDS, DeferredTrajectory, Trajectory, block_views, unroll_id
@@ -53,25 +53,25 @@ class _Stored:
     """A committed record. It reads fields by name for a `DeferredTrajectory`; its space is given back when the last
     reference to it is gone."""
 
-    __slots__ = ("_facts", "_place", "_store", "row")
+    __slots__ = ("_facts", "_index", "_store", "row")
 
-    def __init__(self, store: TrajectoryStore, row: int, facts: np.ndarray, place: int) -> None:
+    def __init__(self, store: TrajectoryStore, row: int, facts: np.ndarray, index: int) -> None:
         """Make the owner of the record in a row of the index of `store`.
 
         Args:
-            facts: int64[n, FACTS], of which facts[place] are of this record.
+            facts: int64[n, FACTS], of which facts[index] are of this record.
         """
         self._store = store
         self.row = row
         self._facts: np.ndarray | Facts = facts
-        self._place = place
+        self._index = index
 
     def __call__(self, name: str) -> object:
         facts = self._facts
         if isinstance(facts, np.ndarray):
-            facts = self._facts = facts[self._place].tolist()
+            facts = self._facts = facts[self._index].tolist()
         if name in INTEGERS:
-            return facts[PLACES[name]]
+            return facts[FACT_INDEX[name]]
         start, size = self._store.extent(self.row)
         if name not in ARRAY_FIELDS and name != "block":
             return metadata_of(self._store.record(start, size), facts)[name]
@@ -297,8 +297,8 @@ class TrajectoryStore:
         unrolls = facts[:, UNROLL_INDEX].tolist()
         trajectories: list[Trajectory] = []
         with self._lock:
-            for place, (row, ticket_id, unroll) in enumerate(zip(rows, ticket_ids, unrolls, strict=True)):
-                stored = _Stored(self, row, facts, place)
+            for index, (row, ticket_id, unroll) in enumerate(zip(rows, ticket_ids, unrolls, strict=True)):
+                stored = _Stored(self, row, facts, index)
                 self._by_unroll[unroll_id(ticket_id, unroll) if unroll else ticket_id] = stored
                 trajectories.append(DeferredTrajectory.of(stored, ticket_id))
         return trajectories

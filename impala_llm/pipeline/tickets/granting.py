@@ -168,9 +168,9 @@ class Granting:
     def _take_ready(self, actor: str) -> int | None:
         """Take the first of the ready tickets that this actor may have."""
         ready = self._table.ready
-        for place, ticket_id in enumerate(ready):
+        for index, ticket_id in enumerate(ready):
             if not self._is_suspect(ticket_id) or not any(map(self._is_suspect, self._table.open_at[actor])):
-                del ready[place]
+                del ready[index]
                 return ticket_id
         return None
 

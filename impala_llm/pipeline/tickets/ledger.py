@@ -200,7 +200,7 @@ class TicketLedger:
         Args:
             ticket_id: its ticket, which may be unknown.
             episode_id: tells the attempts at a ticket apart.
-            unroll_index: place among the unrolls of the episode, from 0.
+            unroll_index: index among the unrolls of the episode, from 0.
             continues: another unroll of the episode will follow.
         """
         with self._lock:

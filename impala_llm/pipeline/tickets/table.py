@@ -162,7 +162,7 @@ class TicketTable:
         Args:
             ticket_id: that the episode was played for.
             episode_id: of the episode.
-            unroll_index: place among the unrolls of the episode, from 0.
+            unroll_index: index among the unrolls of the episode, from 0.
         """
         entry = self.entries.get(ticket_id) or self.ended.get(ticket_id)
         if entry is None:

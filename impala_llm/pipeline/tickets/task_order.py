@@ -72,11 +72,11 @@ class TaskOrder:
 
     def task_of(self, group_id: int) -> int:
         """Id of the task of a group."""
-        epoch, place = divmod(group_id, len(self._tasks))
+        epoch, index = divmod(group_id, len(self._tasks))
         if epoch != self._epoch:
             self._epoch = epoch
             self._shuffled = np.random.default_rng([self._seed, epoch]).permutation(self._tasks)
-        return int(self._shuffled[place])
+        return int(self._shuffled[index])
 
     @property
     def num_taken(self) -> int:

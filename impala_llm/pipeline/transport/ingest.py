@@ -197,7 +197,7 @@ class Ingest:
         if not chunk.frames and sizes.min() >= HEADER_WORDS and sizes.max() <= largest:
             return chunk
         good = []
-        for place, row in enumerate(chunk.rows.tolist()):
+        for index, row in enumerate(chunk.rows.tolist()):
             size = row[NUM_WORDS]
             if size < HEADER_WORDS:
                 reason = f"a record of {8 * size} bytes is shorter than its header"
@@ -206,10 +206,10 @@ class Ingest:
                     f"a record of {8 * size} bytes does not fit into the trajectory store of {8 * largest}: "
                     "raise replay.capacity_mb"
                 )
-            elif chunk.frames and len(chunk.frames[place]) != 8 * size:
-                reason = f"a record of {8 * size} bytes came as a frame of {len(chunk.frames[place])}"
+            elif chunk.frames and len(chunk.frames[index]) != 8 * size:
+                reason = f"a record of {8 * size} bytes came as a frame of {len(chunk.frames[index])}"
             else:
-                good.append(place)
+                good.append(index)
                 continue
             self._refuse(row, actor_id, reason, settled)
         return chunk.only(good)
@@ -254,8 +254,8 @@ class Ingest:
         if record_kernels.count_sound(rows, facts, version) < len(rows):
             sound = facts[:, OUTCOME] == record_kernels.COPIED
             sound &= (facts[:, TICKET_ID] == rows[:, TICKET]) & (facts[:, NEWEST_VERSION] <= version)
-            places = np.flatnonzero(~sound).tolist()
-            early = self._sort_out(chunk, starts, facts, places, version, actor_id, settled)
+            indices = np.flatnonzero(~sound).tolist()
+            early = self._sort_out(chunk, starts, facts, indices, version, actor_id, settled)
             rows, starts, facts = rows[sound], starts[sound], facts[sound]
         begins, ends, *claims = facts[:, _CLAIMED].T.tolist()
         episodes = list(map(self._store.text, starts.tolist(), begins, ends))
@@ -276,7 +276,7 @@ class Ingest:
         chunk: Chunk,
         starts: np.ndarray,
         facts: np.ndarray,
-        places: list[int],
+        indices: list[int],
         version: int,
         actor_id: str,
         settled: Settled,
@@ -284,19 +284,19 @@ class Ingest:
         """Refuse invalid records, with a reason.
 
         Args:
-            places: indices of records that are invalid or of a later version than the learner's.
+            indices: of records that are invalid or of a later version than the learner's.
 
         Returns:
             Indices of those that must wait for the next version.
         """
         early = []
-        for place in places:
-            row, start, known = chunk.rows[place].tolist(), int(starts[place]), facts[place].tolist()
+        for index in indices:
+            row, start, known = chunk.rows[index].tolist(), int(starts[index]), facts[index].tolist()
             reason = self._explain(row, start, known)
             self._store.cancel(start, row[NUM_WORDS])
             # One version is made at a time: no actor can have a later one.
             if reason is None and known[NEWEST_VERSION] == version + 1:
-                early.append(place)
+                early.append(index)
             else:
                 unknown = f"versions reaches {known[NEWEST_VERSION]}, the learner has {version}"
                 self._refuse(row, actor_id, reason or unknown, settled)

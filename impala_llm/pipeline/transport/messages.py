@@ -76,7 +76,7 @@ class Descriptor(NamedTuple):
     Attributes:
         sequence: number of the trajectory in this actor process; acknowledgements name it.
         ticket_id: as in the record, so that a ticket can be closed when the record is unreadable.
-        start, num_words, checksum: see `ring.Place`; start is 0 where the record follows as a frame.
+        start, num_words, checksum: see `ring.Span`; start is 0 where the record follows as a frame.
     """
 
     sequence: int

@@ -35,9 +35,9 @@ class Chunk:
         """Split into the first `count` records and the others."""
         return Chunk(self.rows[:count], self.frames[:count]), Chunk(self.rows[count:], self.frames[count:])
 
-    def only(self, places: list[int]) -> Chunk:
+    def only(self, indices: list[int]) -> Chunk:
         """Select the records at these indices."""
-        return Chunk(self.rows[places], [self.frames[i] for i in places] if self.frames else [])
+        return Chunk(self.rows[indices], [self.frames[i] for i in indices] if self.frames else [])
 
 
 @dataclass(slots=True)
@@ -85,11 +85,11 @@ class Offers:
         waiting = self._waiting()
         settled: list[int] = []
         new: list[int] = []
-        for place, sequence in enumerate(sequences.tolist()):
+        for index, sequence in enumerate(sequences.tolist()):
             if sequence >= self._seen_below and sequence not in self._seen:
                 self._seen.add(sequence)
                 waiting.add(sequence)
-                new.append(place)
+                new.append(index)
             elif sequence not in waiting:
                 settled.append(sequence)
         self._close_gap()

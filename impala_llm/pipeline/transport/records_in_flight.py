@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from impala_llm.pipeline.shm.record import EncodedTrajectory, encode_record
-from impala_llm.pipeline.shm.ring import ArenaWriter, Place, RecordTooLarge
+from impala_llm.pipeline.shm.ring import ArenaWriter, RecordTooLarge, Span
 from impala_llm.pipeline.transport.messages import DESCRIPTOR, DescriptorBatch
 from impala_llm.trajectory import Trajectory
 
@@ -33,13 +33,13 @@ class RecordInFlight(NamedTuple):
 
     Attributes:
         descriptor: a row of `DescriptorBatch`.
-        place: in the arena.
+        span: in the arena.
         ticket_id: of its episode.
         continues: whether more unrolls of the episode are to come.
     """
 
     descriptor: bytes
-    place: Place
+    span: Span
     ticket_id: int
     continues: bool
 
@@ -105,7 +105,7 @@ class RecordsInFlight:
         for sequence in sequences:
             record = self._in_flight.pop(sequence, None)
             if record is not None:
-                self._arena.free(record.place.start)
+                self._arena.free(record.span.start)
                 settled.append(record)
         return settled
 
@@ -169,17 +169,17 @@ class RecordsInFlight:
     def _lay(self, ticket_id: int, continues: bool, encoded: EncodedTrajectory) -> bool:
         """Write a record into the arena. Returns False where it has no room now."""
         try:
-            place = self._arena.write(encoded)
+            span = self._arena.write(encoded)
         except RecordTooLarge:
             return False
-        if place is None:
+        if span is None:
             return False
         sequence = self._next_sequence
         self._next_sequence += 1
-        start, num_words, checksum = place
+        start, num_words, checksum = span
         descriptor = DESCRIPTOR.pack(sequence, ticket_id, start if self._is_shared else 0, num_words, checksum)
         # Three times as fast as to call the class.
-        self._in_flight[sequence] = tuple.__new__(RecordInFlight, (descriptor, place, ticket_id, continues))
+        self._in_flight[sequence] = tuple.__new__(RecordInFlight, (descriptor, span, ticket_id, continues))
         self._unsent.append(sequence)
         self._unsent_words += num_words
         return True
@@ -197,7 +197,7 @@ class RecordsInFlight:
             if sequence not in self._in_flight:
                 continue
             batch.append(sequence)
-            num_bytes += 8 * self._in_flight[sequence].place.num_words
+            num_bytes += 8 * self._in_flight[sequence].span.num_words
             if len(batch) == _MAX_RECORDS or (not self._is_shared and num_bytes >= _MAX_INLINE_BYTES):
                 offers.append(self._offer(batch, reminders, with_records))
                 batch, num_bytes = [], 0
@@ -209,5 +209,5 @@ class RecordsInFlight:
         if reminders is not None:
             self._offered[reminders].append((self._monotonic(), sequences))
         records = [self._in_flight[sequence] for sequence in sequences]
-        frames = [self._arena.view(record.place) for record in records] if with_records and not self._is_shared else []
+        frames = [self._arena.view(record.span) for record in records] if with_records and not self._is_shared else []
         return DescriptorBatch(b"".join([record.descriptor for record in records])), frames

@@ -17,8 +17,8 @@ from impala_llm.compiled import compiled
 from impala_llm.pipeline.shm.copy_kernels import STEP, borrowed, fence, mixed, prefetch
 
 _STREAMS = 4
-"""Places of an array from which a thread reads at once. A processor fetches ahead within a page of each only: with one
-place 134 M elements take 1.9 times as long."""
+"""Positions in an array from which a thread reads at once. A processor fetches ahead within a page of each only: with
+one position 134 M elements take 1.9 times as long."""
 _AHEAD = 256
 """Elements by which they are fetched before they are needed."""
 _HALF = np.uint32(0x7FFF)
@@ -51,12 +51,14 @@ def _convert_words(target: np.ndarray, source: np.ndarray, begin: int, end: int,
 
 
 @intrinsic
-def _convert_line(typing: Any, target: Any, place: Any, source: Any, index: Any, key: Any, sums: Any, lane: Any) -> Any:
-    """Set target[place : place + 8], uint64, to `_rounded` of source[index : index + 32], by a store past the caches.
+def _convert_line(
+    typing: Any, target: Any, target_index: Any, source: Any, source_index: Any, key: Any, sums: Any, lane: Any
+) -> Any:
+    """Set target[target_index:][:8], uint64, to `_rounded` of source[source_index:][:32], by a store past the caches.
 
-    The address of target[place] is a multiple of 64 bytes. Adds `mixed(target[place + i], key + i·k)`, with k = `STEP`,
-    to sums[lane + i], uint64: compiled from such loops it would not become vector code of one pass, and adding up the
-    eight of each line would cost a third of its cycles.
+    The address of target[target_index] is a multiple of 64 bytes. Adds `mixed(target[target_index + i], key + i·k)`,
+    with k = `STEP`, to sums[lane + i], uint64: compiled from such loops it would not become vector code of one pass,
+    and adding up the eight of each line would cost a third of its cycles.
     """
     half, word = ir.IntType(32), ir.IntType(64)
     words = ir.VectorType(word, 8)
@@ -87,7 +89,7 @@ def _convert_line(typing: Any, target: Any, place: Any, source: Any, index: Any,
         builder.store(builder.add(builder.load(at, align=8), builder.add(keyed, product)), at, align=8)
         return context.get_dummy_value()
 
-    return types.void(target, place, source, index, key, sums, lane), generate
+    return types.void(target, target_index, source, source_index, key, sums, lane), generate
 
 
 def convert_bytes(target: np.ndarray, source: np.ndarray, first: int = 0) -> int:
@@ -127,10 +129,10 @@ def _convert(target: np.ndarray, source: np.ndarray, first: int) -> int:
     borrowed_sums = borrowed(sums)  # of which the loop below keeps the memory
     for begin in range(lead, lead + stream, 8):
         for n in range(_STREAMS):
-            place = begin + n * stream
-            prefetch(source, 4 * place + _AHEAD)
-            prefetch(source, 4 * place + _AHEAD + 16)
-            _convert_line(words, place, source, 4 * place, key + np.uint64(place) * STEP, borrowed_sums, 8 * n)
+            index = begin + n * stream
+            prefetch(source, 4 * index + _AHEAD)
+            prefetch(source, 4 * index + _AHEAD + 16)
+            _convert_line(words, index, source, 4 * index, key + np.uint64(index) * STEP, borrowed_sums, 8 * n)
     for part in sums:
         total += part
     total += _convert_words(words, source, 0, lead, key) + _convert_words(words, source, end, num_words, key)

@@ -61,14 +61,14 @@ _NO_SLOT = -1
 
 def _check_bytes(layout: Layout, tensors: Mapping[str, TensorSource]) -> None:
     """Raise ValueError where an array does not have its tensor's size."""
-    for name, place in layout.places.items():
-        array, size = tensors[name][2], place.end - place.start
+    for name, info in layout.infos.items():
+        array, size = tensors[name][2], info.end - info.start
         if not isinstance(array, np.ndarray):
             continue
         if array.dtype != np.uint8 or array.shape != (size,) or not array.flags.c_contiguous:
             raise ValueError(
                 f"tensor {name!r} has bytes of dtype {array.dtype}, shape {array.shape} and strides {array.strides}: "
-                f"contiguous uint8 of shape ({size},) is expected for {place.dtype} of shape {place.shape}"
+                f"contiguous uint8 of shape ({size},) is expected for {info.dtype} of shape {info.shape}"
             )
 
 
@@ -236,7 +236,7 @@ class WeightPublisher:
     def _reserve_beside(self, layout: Layout, extra_bytes: int) -> None:
         """Reserve memory for the small files of the slots. Raises OSError where the file system has no room."""
         for slot in self._slots:
-            slot.reserve_beside(len(layout.places), extra_bytes)
+            slot.reserve_beside(len(layout.infos), extra_bytes)
 
     def _remove_surplus(self, latest: tuple[int, int] | None) -> None:
         """Remove slots that an earlier publisher with more of them has left, except the latest version's and slots that
@@ -343,24 +343,24 @@ class WeightLease:
                 must be filled again before use.
         """
         weights = self._slot.mapped(self.manifest)
-        for name in weights.places.keys() ^ targets.keys():
+        for name in weights.infos.keys() ^ targets.keys():
             whose = (
                 "version {} has no tensor {!r}" if name in targets else "version {} has a tensor {!r} without target"
             )
             raise WeightsError(f"{self._slot.weights}: {whose.format(self.version, name)}")
-        for name, place in weights.places.items():
+        for name, info in weights.infos.items():
             target = targets[name]
-            size = place.end - place.start
+            size = info.end - info.start
             if target.dtype != np.uint8 or target.shape != (size,) or not target.flags.c_contiguous:
                 raise WeightsError(
-                    f"tensor {name!r} ({place.dtype} of shape {place.shape}) has {size} bytes, its target is "
+                    f"tensor {name!r} ({info.dtype} of shape {info.shape}) has {size} bytes, its target is "
                     f"{target.dtype} of shape {target.shape} and strides {target.strides}: "
                     f"contiguous uint8 of shape ({size},) is expected"
                 )
             if not target.flags.writeable:
                 raise WeightsError(f"the target of tensor {name!r} is read-only")
-        for (name, place), checksum in zip(weights.places.items(), self.manifest.checksums, strict=True):
-            if copy_kernels.stream_bytes(targets[name], weights.data[place.start : place.end]) != checksum:
+        for (name, info), checksum in zip(weights.infos.items(), self.manifest.checksums, strict=True):
+            if copy_kernels.stream_bytes(targets[name], weights.data[info.start : info.end]) != checksum:
                 raise damaged(str(self._slot.weights), self.version, name)
 
     def file_bytes(self) -> np.ndarray:

@@ -20,7 +20,7 @@ import zmq
 
 from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
-from impala_llm.pipeline.weights.relay_download import ChunkPlace, Download
+from impala_llm.pipeline.weights.relay_download import Download, FileChunk
 from impala_llm.pipeline.weights.relay_messages import (
     MAX_CHUNK_BYTES,
     Chunk,
@@ -153,7 +153,7 @@ class WeightRelay(RelayThread):
     def _fetch(self, download: Download, deadline: float) -> bool:
         """Receive all missing chunks. Returns False where the version is gone, or the time is over."""
         waiting = download.missing()[::-1]
-        asked: dict[int, ChunkPlace] = {}
+        asked: dict[int, FileChunk] = {}
         version = download.contents.version
         while waiting or asked:
             while waiting and len(asked) < self._window:

@@ -35,7 +35,7 @@ _DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True)
-class ChunkPlace:
+class FileChunk:
     """A part of a file: bytes [offset, offset + length) of `name`, which lie at `position` of the download."""
 
     index: int
@@ -66,12 +66,12 @@ class Download:
         if total > disk.f_blocks * disk.f_frsize:
             raise WeightsError(f"version {contents.version} has {total} bytes: more than all of {directory} can hold")
         self._sections: dict[str, tuple[int, int]] = {}
-        self._chunks: list[ChunkPlace] = []
+        self._chunks: list[FileChunk] = []
         position = 0
         for name, size in sizes.items():
             for offset in range(0, size, chunk_bytes):
                 length = min(chunk_bytes, size - offset)
-                self._chunks.append(ChunkPlace(len(self._chunks), name, offset, length, position + offset))
+                self._chunks.append(FileChunk(len(self._chunks), name, offset, length, position + offset))
             self._sections[name] = (position, position + size)
             position += size
         with ExitStack() as opened:
@@ -87,11 +87,11 @@ class Download:
             self._opened = opened.pop_all()
         self._missing = {chunk.index: chunk for chunk in self._chunks if received[chunk.index] != 1}
 
-    def missing(self) -> list[ChunkPlace]:
+    def missing(self) -> list[FileChunk]:
         """List the chunks that were not received yet, in order."""
         return list(self._missing.values())
 
-    def put(self, chunk: ChunkPlace, data: bytes, checksum: int) -> bool:
+    def put(self, chunk: FileChunk, data: bytes, checksum: int) -> bool:
         """Store the data of a chunk.
 
         Args:

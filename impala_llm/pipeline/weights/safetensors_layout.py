@@ -31,8 +31,8 @@ class LayoutError(ValueError):
 
 
 @dataclass(frozen=True)
-class TensorPlace:
-    """Position of a tensor: bytes [start, end) of the file; dtype by its safetensors name."""
+class TensorInfo:
+    """Where a tensor lies: bytes [start, end) of the file; dtype by its safetensors name."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -46,12 +46,12 @@ class Layout:
 
     Attributes:
         header: first bytes of the file.
-        places: by tensor name, in the order of the file.
+        infos: by tensor name, in the order of the file.
         num_bytes: of the whole file.
     """
 
     header: bytes
-    places: dict[str, TensorPlace]
+    infos: dict[str, TensorInfo]
     num_bytes: int
 
 
@@ -82,18 +82,18 @@ def plan(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Layout:
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     header = _LENGTH.pack(len(text)) + text
-    places = {
-        name: TensorPlace(tensors[name][0], tuple(tensors[name][1]), len(header) + start, len(header) + end)
+    infos = {
+        name: TensorInfo(tensors[name][0], tuple(tensors[name][1]), len(header) + start, len(header) + end)
         for name, (start, end) in spans.items()
     }
-    return Layout(header, places, len(header) + offset)
+    return Layout(header, infos, len(header) + offset)
 
 
-def parse(data: memoryview) -> dict[str, TensorPlace]:
+def parse(data: memoryview) -> dict[str, TensorInfo]:
     """Find the tensors in a file.
 
     Returns:
-        Positions by name, in the order of the file.
+        What is known of each, by name, in the order of the file.
 
     Raises:
         LayoutError: the header is malformed or exceeds the file, or tensors overlap or leave gaps.
@@ -104,28 +104,28 @@ def parse(data: memoryview) -> dict[str, TensorPlace]:
         if length > MAX_HEADER_BYTES or begin > len(data):
             raise LayoutError(f"a header of {length} bytes in a file of {len(data)}: at most {MAX_HEADER_BYTES}")
         table = json.loads(bytes(data[_LENGTH.size : begin]))
-        found = [(name, _place(name, entry, begin)) for name, entry in table.items() if name != "__metadata__"]
+        found = [(name, _info(name, entry, begin)) for name, entry in table.items() if name != "__metadata__"]
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LayoutError(f"not a safetensors file: {error}") from error
-    places = dict(sorted(found, key=lambda item: (item[1].start, item[1].end)))
+    infos = dict(sorted(found, key=lambda item: (item[1].start, item[1].end)))
     end = begin
-    for name, place in places.items():
-        if place.start != end or not place.start <= place.end <= len(data):
-            raise LayoutError(f"tensor {name!r} lies at [{place.start}, {place.end}): it should begin at {end}")
-        end = place.end
+    for name, info in infos.items():
+        if info.start != end or not info.start <= info.end <= len(data):
+            raise LayoutError(f"tensor {name!r} lies at [{info.start}, {info.end}): it should begin at {end}")
+        end = info.end
     if end != len(data):
         raise LayoutError(f"the tensors end at byte {end}, the file has {len(data)}")
-    return places
+    return infos
 
 
-def _place(name: str, entry: Mapping[str, Any], begin: int) -> TensorPlace:
+def _info(name: str, entry: Mapping[str, Any], begin: int) -> TensorInfo:
     start, end = entry["data_offsets"]
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     if any(type(value) is not int or not 0 <= value < _MAX_OFFSET for value in (start, end, *shape)):
         raise LayoutError(f"tensor {name!r} has the shape {shape} and lies at [{start}, {end}): impossible")
     if len(shape) > _MAX_DIMENSIONS or end - start != _num_bytes(dtype, shape):
         raise LayoutError(f"tensor {name!r} of shape {shape} and dtype {dtype} takes {end - start} bytes: impossible")
-    return TensorPlace(dtype, shape, begin + start, begin + end)
+    return TensorInfo(dtype, shape, begin + start, begin + end)
 
 
 def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:

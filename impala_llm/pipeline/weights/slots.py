@@ -35,7 +35,7 @@ from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.shm.reserved_file import overwrite, reserve
 from impala_llm.pipeline.shm.ring import populate
 from impala_llm.pipeline.weights import safetensors_layout
-from impala_llm.pipeline.weights.safetensors_layout import Layout, LayoutError, TensorPlace
+from impala_llm.pipeline.weights.safetensors_layout import Layout, LayoutError, TensorInfo
 from impala_llm.pipeline.weights.tensor_writing import (
     NO_SUM,
     UINT64,
@@ -113,18 +113,18 @@ class MappedWeights:
     Attributes:
         data: uint8[bytes of the file].
         header: bytes before the first tensor.
-        places: of the tensors, in the order of the file.
+        infos: of the tensors, in the order of the file.
     """
 
     data: np.ndarray
     header: bytes
-    places: dict[str, TensorPlace]
+    infos: dict[str, TensorInfo]
 
     def is_of(self, manifest: Manifest) -> bool:
         """Return whether the header in the file, which may be rewritten, is the parsed one and the manifest's."""
         header = self.data[: len(self.header)]
         return (
-            len(self.places) == len(manifest.checksums)
+            len(self.infos) == len(manifest.checksums)
             and copy_kernels.bytes_checksum(header) == manifest.header_checksum
             and header.tobytes() == self.header
         )
@@ -141,11 +141,11 @@ class MappedWeights:
             WeightsError: a checksum differs.
         """
         tensors: dict[str, TensorBytes] = {}
-        for (name, place), checksum in zip(self.places.items(), manifest.checksums, strict=True):
-            data = self.data[place.start : place.end]
+        for (name, info), checksum in zip(self.infos.items(), manifest.checksums, strict=True):
+            data = self.data[info.start : info.end]
             if verify and copy_kernels.bytes_checksum(data) != checksum:
                 raise damaged(source, manifest.version, name)
-            tensors[name] = (place.dtype, place.shape, data)
+            tensors[name] = (info.dtype, info.shape, data)
         return tensors
 
 
@@ -298,14 +298,14 @@ def parse_weights(data: np.ndarray, manifest: Manifest, source: str) -> MappedWe
         WeightsError: the header is not that of the manifest.
     """
     try:
-        places = safetensors_layout.parse(data.data)
+        infos = safetensors_layout.parse(data.data)
     except LayoutError as error:
         raise WeightsError(f"{source}: {error}") from error
-    begin = min((place.start for place in places.values()), default=data.size)
-    weights = MappedWeights(data, data[:begin].tobytes(), places)
+    begin = min((info.start for info in infos.values()), default=data.size)
+    weights = MappedWeights(data, data[:begin].tobytes(), infos)
     if not weights.is_of(manifest):
         raise WeightsError(
-            f"{source} holds {len(places)} tensors, version {manifest.version} has {len(manifest.checksums)}, "
+            f"{source} holds {len(infos)} tensors, version {manifest.version} has {len(manifest.checksums)}, "
             "or the checksum of the header differs"
         )
     return weights
@@ -333,9 +333,9 @@ def write_version(
     if sharing is not None:
         parts = sharing.gather(parts[0])
     sums = []
-    for place, of_parts in zip(layout.places.values(), zip(*parts, strict=True), strict=True):
+    for info, of_parts in zip(layout.infos.values(), zip(*parts, strict=True), strict=True):
         is_sum = NO_SUM not in of_parts
-        whole = target[place.start : place.end]
+        whole = target[info.start : info.end]
         sums.append(sum(of_parts) % UINT64 if is_sum else copy_kernels.bytes_checksum(whole))
     return Manifest(version, layout.num_bytes, header_checksum, tuple(sums))
 

@@ -26,7 +26,7 @@ class TensorPart:
     """A process's part of a tensor: consecutive bytes of it.
 
     Attributes:
-        start: place of its first byte in the tensor.
+        start: offset of its first byte in the tensor.
         num_bytes: of the part.
         pieces: an array, or a function that yields arrays in order, all but the last with a multiple of 8 bytes.
             Either its bytes, as uint8, or, of a tensor in BF16, numbers in float32, which are rounded on the way.
@@ -74,18 +74,18 @@ def write_tensors(
 
     def write(names: Iterator[str]) -> None:
         for name in names:
-            place = layout.places[name]
-            sums[name] = _write_tensor(target[place.start : place.end], place.dtype, tensors[name][2])
+            info = layout.infos[name]
+            sums[name] = _write_tensor(target[info.start : info.end], info.dtype, tensors[name][2])
 
-    in_memory = {name for name in layout.places if isinstance(_data(tensors[name][2]), np.ndarray)}
-    names = iter(sorted(in_memory, key=lambda name: layout.places[name].start - layout.places[name].end))
+    in_memory = {name for name in layout.infos if isinstance(_data(tensors[name][2]), np.ndarray)}
+    names = iter(sorted(in_memory, key=lambda name: layout.infos[name].start - layout.infos[name].end))
     with ThreadPoolExecutor(max(1, num_threads - 1)) as pool:
         others = [pool.submit(write, names) for _ in range(num_threads - 1)]
-        write(iter(name for name in layout.places if name not in in_memory))
+        write(iter(name for name in layout.infos if name not in in_memory))
         write(names)
         for other in others:
             other.result()
-    return [sums[name] for name in layout.places]
+    return [sums[name] for name in layout.infos]
 
 
 def _data(source: np.ndarray | Callable[..., Any] | TensorPart) -> np.ndarray | Callable[..., Any]:

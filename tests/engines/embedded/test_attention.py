@@ -21,8 +21,8 @@ def filled_cache(dtype: torch.dtype, lengths: list[int]) -> tuple[KVCache, list[
     for slot, length in enumerate(lengths):
         cache.reserve(slot, length)
         own = torch.randn(length, 2 * KV_HEADS, DIM, generator=torch.Generator().manual_seed(slot)).to(dtype)
-        places = cache.rows(np.full(length, slot), np.arange(length), 0)
-        cache.write(0, torch.from_numpy(places), own)
+        cache_rows = cache.rows(np.full(length, slot), np.arange(length), 0)
+        cache.write(0, torch.from_numpy(cache_rows), own)
         sessions.append(own.double().view(length, 2, KV_HEADS, DIM).transpose(0, 1))
     return cache, sessions
 

@@ -101,8 +101,8 @@ class FakeServer:
             if number == dies_after:
                 request.transport.abort()
                 return response
-            ids = [(length + sent + place) % VOCAB for place in range(min(PIECE, limit - sent))]
-            stop = next((place for place, token in enumerate(ids) if token in stops), None)
+            ids = [(length + sent + index) % VOCAB for index in range(min(PIECE, limit - sent))]
+            stop = next((index for index, token in enumerate(ids) if token in stops), None)
             ids = ids if stop is None else ids[: stop + 1]
             sent += len(ids)
             reason = {"type": "stop"} if stop is not None else {"type": "length"} if sent == limit else None
@@ -159,6 +159,6 @@ async def running(*fakes: FakeServer, timeout_s: float = 10, **options):
 
 
 def check_tokens(prompt: list[int], answer: Generation) -> None:
-    tokens = [(len(prompt) + place) % VOCAB for place in range(len(answer.tokens))]
+    tokens = [(len(prompt) + index) % VOCAB for index in range(len(answer.tokens))]
     assert answer.tokens.tolist() == tokens
     np.testing.assert_array_equal(answer.log_probs, -np.array(tokens, np.float32) / 8)

@@ -205,16 +205,16 @@ def test_sessions_stay_at_their_server_and_new_ones_go_to_the_least_loaded():
             for turn in range(3):
                 await asyncio.gather(
                     *(
-                        engine.generate(f"s{place}", [place, turn], SamplingParams(max_new_tokens=5))
-                        for place in range(6)
+                        engine.generate(f"s{index}", [index, turn], SamplingParams(max_new_tokens=5))
+                        for index in range(6)
                     )
                 )
             seen = [{request["input_ids"][0] for request in fake.requests} for fake in fakes]
             assert len(seen[0]) == len(seen[1]) == 3 and not seen[0] & seen[1]
-            for place in seen[0]:
-                engine.release(f"s{place}")
-            for place in range(10, 13):
-                await engine.generate(f"s{place}", [place], SamplingParams(max_new_tokens=5))
+            for index in seen[0]:
+                engine.release(f"s{index}")
+            for index in range(10, 13):
+                await engine.generate(f"s{index}", [index], SamplingParams(max_new_tokens=5))
             assert {10, 11, 12} <= {request["input_ids"][0] for request in fakes[0].requests}
 
     run(test)
@@ -227,15 +227,15 @@ def test_the_answers_of_a_server_that_is_gone_go_on_at_another():
             for fake in fakes:
                 fake.gate.clear()
             answers = [
-                asyncio.create_task(engine.generate(f"s{place}", [place], SamplingParams(max_new_tokens=30)))
-                for place in range(8)
+                asyncio.create_task(engine.generate(f"s{index}", [index], SamplingParams(max_new_tokens=30)))
+                for index in range(8)
             ]
             while engine.stats().running < 8:
                 await asyncio.sleep(0.001)
             await fakes[0].die()
             fakes[1].gate.set()
-            for place, task in enumerate(answers):
-                check_tokens([place], await task)
+            for index, task in enumerate(answers):
+                check_tokens([index], await task)
             assert engine.failure is None and engine.version == 0
 
     run(test)

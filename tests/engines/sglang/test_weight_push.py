@@ -149,7 +149,7 @@ def tensors() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("in_flight", "mode"), [("recompute_kv", "retract"), ("keep_kv", "in_place")])
 def test_all_servers_get_every_tensor_and_the_label_with_the_last(tensors, in_flight, mode) -> None:
     with running(FakeServer(), FakeServer()) as servers, WeightSender(in_flight, bucket_bytes=100) as sender:
-        urls = {place: server.url for place, server in enumerate(servers)}
+        urls = {index: server.url for index, server in enumerate(servers)}
         for version in (3, 4):
             sent = sender.send(urls, {name: version * tensor for name, tensor in tensors.items()}, version)
             assert (sent.num_received, sent.num_dropped) == (2, 0) and 0 < sent.transfer_s < sent.pause_s

@@ -63,8 +63,8 @@ def hits_of_rules(catalogue, goal):
 
     def likelihood(hit):
         """Likelihood of the price limit, up to a factor, as the larger of two of the four tens above the price."""
-        place = goal.price_upper // 10 - catalogue.prices[hit.asin] // 10
-        return place - 1 if place <= 4 else 0
+        tens = goal.price_upper // 10 - catalogue.prices[hit.asin] // 10
+        return tens - 1 if tens <= 4 else 0
 
     return {
         "cheapest": min(hits, key=lambda hit: catalogue.prices[hit.asin]),

@@ -49,7 +49,7 @@ def test_a_server_that_other_actors_use_is_named_until_they_have_ended() -> None
 def test_a_server_is_the_same_in_all_spellings_of_its_url() -> None:
     port = random.randrange(1, 2**16)
     spellings = [
-        f"{place}:{port}" for place in ("http://127.0.0.1", "http://localhost", "HTTP://LOCALHOST", "http://[::1]")
+        f"{host}:{port}" for host in ("http://127.0.0.1", "http://localhost", "HTTP://LOCALHOST", "http://[::1]")
     ]
     spellings.append(f"http://localhost:{port}/v1/")
     for spelling in spellings:

@@ -15,7 +15,7 @@ from impala_llm.trajectory import Trajectory
 from tests.examples import examples
 from tests.pipeline.support import contents, make_trajectory
 
-# As in the module's docstring: 11 words. Fields by name, with their place in bytes and their kind.
+# As in the module's docstring: 11 words. Fields by name, with their offset in bytes and their kind.
 HEADER = "<8sqqHHHHIIqqqqdQ"
 FIELDS = {
     **{"tokens": (8, "q"), "turns": (16, "q"), "episode_id": (24, "H"), "env": (26, "H"), "signature": (30, "H")},
@@ -155,7 +155,7 @@ def test_malformed_records_are_errors_that_name_the_field() -> None:
         (changed(data, "flags", -1), "flags is -1"),
         (byte(3, 0x80), "tokens holds the negative id"),
         (byte(4 * 40 * 4 + 8 * 2 + 5, 2), "action_mask holds a byte"),
-        (byte(4 * 40 * 4 + 8 * 2, 1), "action_mask is True at place 0"),
+        (byte(4 * 40 * 4 + 8 * 2, 1), "action_mask is True at index 0"),
         (byte(2 * 40 * 4, 0), "versions"),
         (replaced(data, b"episode", b"episod\xff"), "UTF-8"),
         (replaced(data, b"episodetoy", b"episod\xc3\xa4oy"), "UTF-8"),  # a letter over the edge of two texts

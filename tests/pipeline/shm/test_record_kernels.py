@@ -39,11 +39,11 @@ def defined_checksum(words: list[int], first: int = 0) -> int:
 
 
 def take(
-    words: np.ndarray, places: list[tuple[int, int, int]], room: int, vocab_size: int = VOCAB_SIZE
+    words: np.ndarray, spans: list[tuple[int, int, int]], room: int, vocab_size: int = VOCAB_SIZE
 ) -> tuple[list[tuple[int, int, int]], np.ndarray]:
     """`take_with`, the same for records that are streamed and for those that are not."""
-    verdicts, target = take_with(words, places, room, vocab_size, large=2**62)
-    streamed, streamed_target = take_with(words, places, room, vocab_size, large=0)
+    verdicts, target = take_with(words, spans, room, vocab_size, large=2**62)
+    streamed, streamed_target = take_with(words, spans, room, vocab_size, large=0)
     assert [row[0] for row in streamed] == [row[0] for row in verdicts]
     assert [row for row in streamed if row[0] == COPIED] == [row for row in verdicts if row[0] == COPIED]
     assert (streamed_target == target).all()
@@ -51,19 +51,19 @@ def take(
 
 
 def take_with(
-    words: np.ndarray, places: list[tuple[int, int, int]], room: int, vocab_size: int, large: int
+    words: np.ndarray, spans: list[tuple[int, int, int]], room: int, vocab_size: int, large: int
 ) -> tuple[list[tuple[int, int, int]], np.ndarray]:
     """`take_records` into a guarded target, records `room` words apart. Returns verdicts and the target."""
-    target = np.full(1 + (room + 1) * len(places), GUARD, np.uint64)
-    starts = np.arange(len(places), dtype=np.int64) * (room + 1) + 1
-    guarded = np.full((len(places) + 2, FACTS), 99, np.int64)
+    target = np.full(1 + (room + 1) * len(spans), GUARD, np.uint64)
+    starts = np.arange(len(spans), dtype=np.int64) * (room + 1) + 1
+    guarded = np.full((len(spans) + 2, FACTS), 99, np.int64)
     before = words.copy()
     rules = (MAGIC, MAX_TOKENS, MAX_STATS, MAX_TEXT_BYTES, vocab_size, large)
-    rows = np.array([(0, 0, *place) for place in places], np.int64).reshape(-1, 5)
+    rows = np.array([(0, 0, *span) for span in spans], np.int64).reshape(-1, 5)
     record_kernels.take_records(words, rows, target, starts, *rules, guarded[1:-1])
     assert (words == before).all() and (guarded[0] == 99).all() and (guarded[-1] == 99).all()
     facts = guarded[1:-1].tolist()
-    for row, start, (_, size, _) in zip(facts, starts.tolist(), places, strict=True):
+    for row, start, (_, size, _) in zip(facts, starts.tolist(), spans, strict=True):
         if row[0] == COPIED:
             assert row[3:] == list(facts_of(memoryview(target[start : start + size]).cast("B")))[3:]
     return [tuple(row[:3]) for row in facts], target
@@ -76,8 +76,8 @@ def signed(checksum: int) -> int:
 def verdict(data: bytes, vocab_size: int = VOCAB_SIZE) -> tuple[int, int, int]:
     """Verdict on one record that is whole."""
     words = np.frombuffer(data, np.uint64)
-    place = (0, len(words), signed(defined_checksum(words.tolist())))
-    verdicts, target = take(words, [place], len(words), vocab_size)
+    span = (0, len(words), signed(defined_checksum(words.tolist())))
+    verdicts, target = take(words, [span], len(words), vocab_size)
     assert target[0] == GUARD and target[-1] == GUARD
     return verdicts[0]
 
@@ -108,14 +108,14 @@ def test_a_checksum_is_the_sum_of_those_of_its_pieces(words: list[int], data: st
 @settings(deadline=None)
 @given(WORDS.filter(bool), st.data())
 def test_a_flipped_bit_or_two_swapped_words_change_the_checksum(words: list[int], data: st.DataObject) -> None:
-    place = data.draw(st.integers(0, len(words) - 1))
+    index = data.draw(st.integers(0, len(words) - 1))
     flipped = list(words)
-    flipped[place] ^= 1 << data.draw(st.integers(0, 63))
+    flipped[index] ^= 1 << data.draw(st.integers(0, 63))
     assert int(copy_kernels.checksum(np.array(flipped, np.uint64))) != defined_checksum(words)
     other = data.draw(st.integers(0, len(words) - 1))
-    if words[place] != words[other]:
+    if words[index] != words[other]:
         swapped = list(words)
-        swapped[place], swapped[other] = words[other], words[place]
+        swapped[index], swapped[other] = words[other], words[index]
         assert int(copy_kernels.checksum(np.array(swapped, np.uint64))) != defined_checksum(words)
 
 
@@ -140,21 +140,21 @@ def test_a_valid_record_is_copied_and_its_versions_told() -> None:
     versions[trajectory.turns[1, 0] + 1] = 9
     trajectory.versions[:] = versions
     words = np.frombuffer(record_bytes(trajectory), np.uint64)
-    place = (0, len(words), signed(defined_checksum(words.tolist())))
-    verdicts, target = take(words, [place], len(words))
+    span = (0, len(words), signed(defined_checksum(words.tolist())))
+    verdicts, target = take(words, [span], len(words))
     assert verdicts == [(COPIED, 3, 9)]
     assert target.tolist() == [GUARD, *words.tolist(), GUARD]
 
 
-def test_records_are_judged_one_by_one_and_copied_to_their_places() -> None:
+def test_records_are_judged_one_by_one_and_copied_to_their_rows() -> None:
     records = [np.frombuffer(record_bytes(make_trajectory(num_tokens=n, version=n)), np.uint64) for n in (9, 40, 23)]
     source = np.concatenate([records[0], np.zeros(3, np.uint64), records[1], records[2]])
     starts = [0, len(records[0]) + 3, len(records[0]) + 3 + len(records[1])]
     sums = [signed(defined_checksum(words.tolist())) for words in records]
-    places = [(start, len(words), total) for start, words, total in zip(starts, records, sums, strict=True)]
-    places[1] = (*places[1][:2], places[1][2] ^ 1)
+    spans = [(start, len(words), total) for start, words, total in zip(starts, records, sums, strict=True)]
+    spans[1] = (*spans[1][:2], spans[1][2] ^ 1)
     room = max(map(len, records))
-    verdicts, target = take(source, places, room)
+    verdicts, target = take(source, spans, room)
     assert verdicts[0] == (COPIED, 9, 9) and verdicts[1][0] == TORN and verdicts[2] == (COPIED, 23, 23)
     for n in (0, 2):
         begin = 1 + n * (room + 1)
@@ -191,16 +191,16 @@ def test_what_lies_outside_of_the_source_is_torn_and_never_read() -> None:
 
 @settings(deadline=None, max_examples=examples(80))
 @given(st.data())
-def test_places_and_checksums_of_any_kind_touch_nothing_outside(data: st.DataObject) -> None:
+def test_spans_and_checksums_of_any_kind_touch_nothing_outside(data: st.DataObject) -> None:
     words = np.frombuffer(record_bytes(make_trajectory(num_tokens=12)), np.uint64)
     number = st.integers(-3, len(words) + 3) | st.integers(-(2**63), 2**63 - 1)
-    places = data.draw(st.lists(st.tuples(number, number), min_size=1, max_size=5))
+    spans = data.draw(st.lists(st.tuples(number, number), min_size=1, max_size=5))
     # Where they lie inside, the checksum agrees: then the rest of the checks must cope.
     summed = [
         (start, size, signed(defined_checksum(words[start : start + size].tolist())))
         if 0 <= start <= start + size <= len(words)
         else (start, size, 0)
-        for start, size in places
+        for start, size in spans
     ]
     verdicts, target = take(words, summed, len(words))
     for (start, size, _), (outcome, _, _) in zip(summed, verdicts, strict=True):
@@ -362,8 +362,8 @@ def test_random_changes_are_judged_alike(data: st.DataObject) -> None:
         if kind == "header":
             struct.pack_into("<Q", record, 8 * data.draw(st.integers(0, 10)), data.draw(st.sampled_from(BITS64)))
         elif kind == "element":
-            place = data.draw(st.integers(0, 4 * num_tokens + 3))
-            struct.pack_into("<I", record, block + 4 * place, data.draw(st.sampled_from(BITS32)))
+            index = data.draw(st.integers(0, 4 * num_tokens + 3))
+            struct.pack_into("<I", record, block + 4 * index, data.draw(st.sampled_from(BITS32)))
         else:
             record[data.draw(st.integers(88, len(record) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     assert_same_verdict(bytes(record))

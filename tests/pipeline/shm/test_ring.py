@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.shm.record import EncodedTrajectory
-from impala_llm.pipeline.shm.ring import ArenaError, ArenaReader, ArenaWriter, Place, RecordTooLarge
+from impala_llm.pipeline.shm.ring import ArenaError, ArenaReader, ArenaWriter, RecordTooLarge, Span
 
 UNIT = 8  # words to which records are aligned: 64 bytes
 
@@ -36,18 +36,18 @@ def content(encoded: EncodedTrajectory) -> bytes:
     return encoded.header + encoded.block.tobytes()
 
 
-def read(reader: ArenaReader, place: Place) -> bytes:
-    words = reader.words[place.start : place.start + place.num_words]
-    assert int(copy_kernels.checksum(words)) == place.checksum % 2**64
+def read(reader: ArenaReader, span: Span) -> bytes:
+    words = reader.words[span.start : span.start + span.num_words]
+    assert int(copy_kernels.checksum(words)) == span.checksum % 2**64
     return words.tobytes()
 
 
 def test_both_parts_of_a_record_come_back_as_one(path: Path) -> None:
     writer = ArenaWriter(path, 4096, incarnation=7)
-    place = writer.write(record(20, 3))
-    assert place is not None and place.num_words == 20
-    assert read(ArenaReader(path, 7), place) == content(record(20, 3))
-    assert bytes(writer.view(place)) == content(record(20, 3))
+    span = writer.write(record(20, 3))
+    assert span is not None and span.num_words == 20
+    assert read(ArenaReader(path, 7), span) == content(record(20, 3))
+    assert bytes(writer.view(span)) == content(record(20, 3))
     assert path.stat().st_mode & 0o777 == 0o600
     writer.close()
     assert not path.exists()
@@ -68,8 +68,8 @@ def test_the_file_is_laid_out_as_described(path: Path) -> None:
 
 def test_a_full_ring_is_back_pressure_and_space_comes_back_in_order(path: Path) -> None:
     writer = ArenaWriter(path, 256)  # four records of 8 words
-    places = [writer.write(record(8, i)) for i in range(4)]
-    first, second, third, fourth = places
+    spans = [writer.write(record(8, i)) for i in range(4)]
+    first, second, third, fourth = spans
     assert first and second and third and fourth
     assert writer.write(record(1)) is None
     assert writer.used == 256
@@ -81,8 +81,8 @@ def test_a_full_ring_is_back_pressure_and_space_comes_back_in_order(path: Path) 
     assert wrapped is not None and wrapped.start == 0
     assert writer.used == 256
     reader = ArenaReader(path)
-    for place, expected in [(third, record(8, 2)), (fourth, record(8, 3)), (wrapped, record(16, 9))]:
-        assert read(reader, place) == content(expected)
+    for span, expected in [(third, record(8, 2)), (fourth, record(8, 3)), (wrapped, record(16, 9))]:
+        assert read(reader, span) == content(expected)
 
 
 def test_a_record_that_does_not_fit_before_the_end_starts_at_0(path: Path) -> None:
@@ -119,25 +119,25 @@ def test_an_arena_without_room_on_the_file_system_is_a_clear_error(path: Path) -
 
 def test_freeing_twice_is_an_error(path: Path) -> None:
     writer = ArenaWriter(path, 256)
-    place = writer.write(record(1))
-    assert place is not None
-    for wrong in (place.start + 1, place.start + UNIT, -1):
+    span = writer.write(record(1))
+    assert span is not None
+    for wrong in (span.start + 1, span.start + UNIT, -1):
         with pytest.raises(ArenaError, match="never written"):
             writer.free(wrong)
-    writer.free(place.start)
+    writer.free(span.start)
     with pytest.raises(ArenaError, match="freed before"):
-        writer.free(place.start)
+        writer.free(span.start)
 
 
 def test_changed_bytes_are_seen_through_the_mapping(path: Path) -> None:
     writer = ArenaWriter(path, 256)
-    place = writer.write(record(8))
-    assert place is not None
+    span = writer.write(record(8))
+    assert span is not None
     reader = ArenaReader(path)
     with path.open("r+b") as file:
         file.seek(4096 + 5)
         file.write(bytes([content(record(8))[5] ^ 1]))
-    assert int(copy_kernels.checksum(reader.words[:8])) != place.checksum % 2**64
+    assert int(copy_kernels.checksum(reader.words[:8])) != span.checksum % 2**64
     assert not reader.words.flags.writeable
 
 
@@ -217,11 +217,11 @@ def test_the_arena_of_a_living_writer_is_not_replaced(path: Path) -> None:
 
 def test_an_arena_without_a_path_is_memory_of_this_process_alone(tmp_path: Path) -> None:
     writer = ArenaWriter(None, 4096)
-    place = writer.write(record(20, 3))
-    assert place is not None and writer.path is None
-    assert bytes(writer.view(place)) == content(record(20, 3))
-    assert isinstance(writer.view(place).obj, mmap.mmap)
-    writer.free(place.start)
+    span = writer.write(record(20, 3))
+    assert span is not None and writer.path is None
+    assert bytes(writer.view(span)) == content(record(20, 3))
+    assert isinstance(writer.view(span).obj, mmap.mmap)
+    writer.free(span.start)
     assert writer.used == 0
     writer.close()
     assert list(tmp_path.iterdir()) == []
@@ -236,20 +236,20 @@ def test_random_use_never_overlaps_or_loses_space(
     path = tmp_path_factory.mktemp("arena") / "a.arena" if shared else None
     writer = ArenaWriter(path, size)
     reader = ArenaReader(path) if path is not None else None
-    held: list[tuple[Place, bytes]] = []
+    held: list[tuple[Span, bytes]] = []
     for turn in range(150):
         encoded = record(rng.randint(1, writer.capacity // 8), turn)
-        place = writer.write(encoded)
-        if place is not None:
-            assert place.start % UNIT == 0 and place.start + place.num_words <= writer.capacity // 8
-            held.append((place, content(encoded)))
+        span = writer.write(encoded)
+        if span is not None:
+            assert span.start % UNIT == 0 and span.start + span.num_words <= writer.capacity // 8
+            held.append((span, content(encoded)))
         else:
             assert held, "an empty ring takes every record that fits at all"
         for known, expected in held:
             assert (bytes(writer.view(known)) if reader is None else read(reader, known)) == expected
         while held and rng.random() < 0.4:
             writer.free(held.pop(rng.randrange(len(held)))[0].start)
-        taken = sum(-(-place.num_words // UNIT) * UNIT * 8 for place, _ in held)
+        taken = sum(-(-span.num_words // UNIT) * UNIT * 8 for span, _ in held)
         assert taken <= writer.used <= writer.capacity
     for known, _ in held:
         writer.free(known.start)

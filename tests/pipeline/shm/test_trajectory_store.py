@@ -414,7 +414,7 @@ def test_a_damaged_row_of_the_index_is_left_out(path: Path, column: int, value: 
     assert len(commit(later, [make(5, 20)])) == 1
 
 
-def test_a_row_that_names_zeros_or_a_place_within_a_record_is_left_out(path: Path) -> None:
+def test_a_row_that_names_zeros_or_an_offset_within_a_record_is_left_out(path: Path) -> None:
     arena = TrajectoryStore(path, CAPACITY, ROWS)
     commit(arena, [make(0, 20)])
     rows = index_of(path)

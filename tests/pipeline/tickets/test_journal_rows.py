@@ -111,7 +111,7 @@ def test_a_run_that_goes_on_without_unrolls_soon_has_nearly_as_many_episodes_as_
 def test_another_number_of_ranks_skips_no_task_and_repeats_none(
     num_before: int, num_after: int, tmp_path: Path
 ) -> None:
-    """Ranks that had come to different places of the order, with tickets in every state."""
+    """Ranks that had come to different positions of the order, with tickets in every state."""
     tasks, group_size, batch_size = range(100, 150), 2, 4
 
     def make(rank: int, num_ranks: int, version: int, path: Path | None = None) -> TicketLedger:
@@ -132,7 +132,7 @@ def test_another_number_of_ranks_skips_no_task_and_repeats_none(
             ledger.trained(ids(step))
             trained += ids(step)
             ledger.advance(version)
-        ledger.request("a", 2 + 4 * rank)  # the ranks come to different places
+        ledger.request("a", 2 + 4 * rank)  # the ranks come to different positions
         playing += grant(ledger).get("a", [])
         receive(ledger, playing[:1])
         received.append((playing[0].ticket_id, f"episode of {playing[0].ticket_id}", 0))

@@ -217,7 +217,7 @@ def test_failures_are_granted_again_until_the_group_is_closed_short() -> None:
     ledger.failed(0, "a")
     assert ledger.lost_members(0) == 1
     assert num_expected(ledger) == 0
-    assert grant(ledger) == {}  # the short group is the batch: its free place is no room for another group
+    assert grant(ledger) == {}  # the short group is the batch: its free slot is no room for another group
     ledger.trained(ids(tickets[1:]))
     assert grant(ledger) == {}
     ledger.advance(1)

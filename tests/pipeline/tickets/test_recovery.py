@@ -271,7 +271,7 @@ class Run:
         live = (before | arrived.keys()) - self.ended
         assert self.live() == live and self.ledger.version == self.version
         taken = {ticket_id // self.group_size for ticket_id in live | self.ended}
-        assert taken == {place * self.world_size + self.rank for place in range(len(taken))}, "the order has no gap"
+        assert taken == {index * self.world_size + self.rank for index in range(len(taken))}, "the order has no gap"
         for ticket_id in live:
             assert self.ledger.lookup(ticket_id) == self.known.get(ticket_id, self.ledger.lookup(ticket_id))
             of_another = self.ledger.check(ticket_id, "another episode")
@@ -336,11 +336,13 @@ def test_no_ticket_is_lost_or_comes_back_whenever_the_ledger_dies(
     tmp_path_factory: pytest.TempPathFactory,
     seed: int,
     group_and_staleness: tuple[int, int | None],
-    place: tuple[int, int],
+    rank_and_world: tuple[int, int],
     min_rows: int,
 ) -> None:
     rng = random.Random(seed)
-    run = Run(tmp_path_factory.mktemp("recovery") / "a.journal", rng, *group_and_staleness, *place, min_rows=min_rows)
+    run = Run(
+        tmp_path_factory.mktemp("recovery") / "a.journal", rng, *group_and_staleness, *rank_and_world, min_rows=min_rows
+    )
     run.ledger.recover([])
     actions = {
         **{run.request: 2, run.grant: 4, run.receive: 8, run.receive_unroll: 4, run.receive_late_unroll: 1},

@@ -15,7 +15,7 @@ def test_each_epoch_holds_every_task_once_over_all_ranks(world_size: int) -> Non
             task_id, group_id = order.next()
             assert group_id not in taken
             taken[group_id] = task_id
-    epochs = [[taken[epoch * 5 + place] for place in range(5)] for epoch in range(6)]
+    epochs = [[taken[epoch * 5 + index] for index in range(5)] for epoch in range(6)]
     assert all(sorted(epoch) == sorted(tasks) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
     single = TaskOrder(tasks, seed=1)

@@ -230,9 +230,9 @@ def test_the_same_record_offered_many_times_arrives_once(pair: Pair) -> None:
     peer = pair.peer(receiver, arena="peer")
     peer.request(1)
     [ticket, *_] = peer.granted().tickets
-    place = writer.write(encode_record(make_trajectory(ticket)))
-    assert place is not None
-    offer = messages.DescriptorBatch.of([messages.Descriptor(0, ticket.ticket_id, *place)])
+    span = writer.write(encode_record(make_trajectory(ticket)))
+    assert span is not None
+    offer = messages.DescriptorBatch.of([messages.Descriptor(0, ticket.ticket_id, *span)])
 
     def acknowledged(count: int) -> list[int]:
         sequences: list[int] = []
@@ -249,7 +249,7 @@ def test_the_same_record_offered_many_times_arrives_once(pair: Pair) -> None:
     assert acknowledged(4) == [0] * 4
     assert len(drain(receiver, 1)) == 1
     receiver.evicted([ticket.ticket_id])
-    writer.free(place.start)
+    writer.free(span.start)
     peer.say(offer)  # after the acknowledgement: its space may be in use again
     assert acknowledged(1) == [0]
     assert receiver.drain(0.0) == []

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from impala_llm.pipeline.shm.record import encode_record, record_bytes
-from impala_llm.pipeline.shm.ring import ArenaReader, ArenaWriter, Place
+from impala_llm.pipeline.shm.ring import ArenaReader, ArenaWriter, Span
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
@@ -37,10 +37,10 @@ class Side:
         self.writer = ArenaWriter(path / "actor.arena", 1 << 18)
         self.offers = Offers(ArenaReader(path / "actor.arena") if shared else None)
 
-    def write(self, trajectory: Trajectory) -> Place:
-        place = self.writer.write(encode_record(trajectory))
-        assert place is not None
-        return place
+    def write(self, trajectory: Trajectory) -> Span:
+        span = self.writer.write(encode_record(trajectory))
+        assert span is not None
+        return span
 
     def erase(self) -> None:
         """Overwrite all records of the actor's arena."""
@@ -332,7 +332,7 @@ def test_impossible_sizes_are_refused_and_the_rest_is_not_held_up(side: Side, nu
 
 
 @pytest.mark.parametrize("start", [1, -8, 2**15, 2**40, 2**62, 2**63 - 1, -(2**63)])
-def test_impossible_places_are_refused_and_the_rest_is_not_held_up(side: Side, start: int) -> None:
+def test_impossible_spans_are_refused_and_the_rest_is_not_held_up(side: Side, start: int) -> None:
     rows = [side.descriptor(i, play(ticket)) for i, ticket in enumerate(side.tickets[:3])]
     side.offer(rows[0], rows[1]._replace(start=start), rows[2])
     settled = side.take()

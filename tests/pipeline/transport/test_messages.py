@@ -180,9 +180,9 @@ def test_what_is_nested_deep_is_a_wire_error(depth: int) -> None:
     bodies = [deep, b"\x92\x04" + deep]
     for code in CODES:
         for num_fields in range(1, 7):
-            for place in range(num_fields):
+            for index in range(num_fields):
                 head = bytes([0x92 + num_fields, messages.SCHEMA_VERSION, code])
-                bodies.append(head + b"\x01" * place + deep + b"\x01" * (num_fields - place - 1))
+                bodies.append(head + b"\x01" * index + deep + b"\x01" * (num_fields - index - 1))
         if depth > 5000:
             break
     bodies.append(b"\x96\x04\x05\x90\x81\xa1a" + deep + b"\0\0")  # in the figures of a heartbeat

@@ -56,7 +56,7 @@ def test_headers_that_lie_are_refused(bad: bytes) -> None:
 def test_headers_in_any_order_give_the_order_of_the_file() -> None:
     good = plan({"x": ("F32", (2,)), "a": ("BF16", (3,)), "none": ("F32", (0,))})
     data = good.header + bytes(14)
-    assert parse(memoryview(data)) == good.places
+    assert parse(memoryview(data)) == good.infos
     table = {"b": entry([1], [4, 8]), "e": entry([0], [4, 4]), "a": entry([1], [0, 4])}
     assert list(parse(memoryview(header(table) + bytes(8)))) == ["a", "e", "b"]
     assert parse(memoryview(header({}))) == {}
@@ -68,5 +68,5 @@ def test_any_bytes_give_a_layout_or_a_layout_error(noise: bytes, at: int, patch:
     good = plan({"x": ("F32", (2,)), "y": ("U8", (3,))}).header + bytes(11)
     for data in (noise, len(noise).to_bytes(8, "little") + noise, good[:at] + patch + good[at + len(patch) :]):
         with contextlib.suppress(LayoutError):
-            for place in parse(memoryview(data)).values():
-                assert 8 <= place.start <= place.end <= len(data)
+            for info in parse(memoryview(data)).values():
+                assert 8 <= info.start <= info.end <= len(data)

@@ -193,7 +193,7 @@ def _check_rank(
     for name, value in left.items():
         if value:
             bad.append(f"rank {rank}: {value:g} {name} are left in the end")
-    groups = (place * NUM_RANKS + rank for place in range(num_groups))
+    groups = (index * NUM_RANKS + rank for index in range(num_groups))
     granted = {group * group_size + member for group in groups for member in range(group_size)}
     for number in sorted(number for number in mine if number % MAX_TICKETS not in granted):
         bad.append(f"rank {rank}: ticket {number % MAX_TICKETS} ended and was never granted")

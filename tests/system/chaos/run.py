@@ -50,9 +50,9 @@ def command_with_own_shared_memory(command: list[str]) -> tuple[list[str], dict[
 def run_chaos(seconds: float, seed: int, directory: Path | None = None, sabotage: str = "") -> Outcome:
     """directory: for the logs, kept; by default they are thrown away unless something was wrong."""
     # Short: there is a socket in it.
-    place = Path(tempfile.mkdtemp(prefix="chaos-")) if directory is None else directory
-    place.mkdir(parents=True, exist_ok=True)
-    settings = Settings(place, f"chaos-{os.getpid()}", seed, sabotage)
+    folder = Path(tempfile.mkdtemp(prefix="chaos-")) if directory is None else directory
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = Settings(folder, f"chaos-{os.getpid()}", seed, sabotage)
     world = World(settings, SHARED_MEMORY if has_own_shared_memory() else None)
     unrest: list[str] = []
     version = 0
@@ -60,7 +60,7 @@ def run_chaos(seconds: float, seed: int, directory: Path | None = None, sabotage
         version = world.run(seconds)
     except Unrest as error:
         unrest.append(str(error))
-    logs = Logs.read(place)
+    logs = Logs.read(folder)
     verdict = check(logs, version, settings.group_size)
     verdict.violations[:0] = unrest
     left = [path.name for path in SHARED_MEMORY.glob("*" if has_own_shared_memory() else f"*{settings.run_name}*")]
@@ -73,7 +73,7 @@ def run_chaos(seconds: float, seed: int, directory: Path | None = None, sabotage
     for event in logs.proxy:
         counts[f"proxy {event.kind}"] = counts.get(f"proxy {event.kind}", 0) + 1
     if directory is None and not verdict.violations:
-        shutil.rmtree(place)
+        shutil.rmtree(folder)
     elif verdict.violations:
-        print(f"chaos: logs are in {place}", file=sys.stderr)
+        print(f"chaos: logs are in {folder}", file=sys.stderr)
     return Outcome(seconds, seed, dict(sorted(counts.items())), verdict)

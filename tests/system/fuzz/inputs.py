@@ -48,32 +48,32 @@ class Source:
         for _ in range(rng.randint(1, changes)):
             if not data:
                 break
-            place = rng.randrange(len(data))
+            index = rng.randrange(len(data))
             match rng.randrange(5 if keep_size else 9):
                 case 0:
-                    data[place] ^= 1 << rng.randrange(8)
+                    data[index] ^= 1 << rng.randrange(8)
                 case 1:
-                    data[place] = rng.randrange(256)
+                    data[index] = rng.randrange(256)
                 case 2 | 3:
                     width = rng.choice((2, 4, 8, 8))
-                    place -= place % width
+                    index -= index % width
                     value = (rng.choice(INTEGERS) * rng.choice((1, 1, -1)) + rng.choice((0, 0, 1, -1))) % (
                         1 << 8 * width
                     )
-                    data[place : place + width] = value.to_bytes(width, "little")[: len(data) - place]
+                    data[index : index + width] = value.to_bytes(width, "little")[: len(data) - index]
                 case 4:
-                    place -= place % 8
-                    data[place : place + 8] = struct.pack("<d", rng.choice(SPECIAL_FLOATS))[: len(data) - place]
+                    index -= index % 8
+                    data[index : index + 8] = struct.pack("<d", rng.choice(SPECIAL_FLOATS))[: len(data) - index]
                 case 5:
-                    del data[place:]
+                    del data[index:]
                 case 6:
                     data += rng.randbytes(rng.choice((1, 8, 64)))
                 case 7:
-                    del data[place : place + rng.choice((1, 2, 8))]
+                    del data[index : index + rng.choice((1, 2, 8))]
                 case 8:
                     piece = other or valid
                     begin = rng.randrange(len(piece))
-                    data[place : place + rng.choice((0, 8))] = piece[begin : begin + rng.randint(1, 40)]
+                    data[index : index + rng.choice((0, 8))] = piece[begin : begin + rng.randint(1, 40)]
         return bytes(data)
 
     def value(self, depth: int = 0) -> object:
@@ -115,7 +115,7 @@ class Source:
         return text.replace(json.dumps(DEEP), "[" * depth + "]" * depth, 1).encode()
 
     def replaced(self, values: Sequence[object], first: int = 0) -> list[object]:
-        """With another value, or one more or less, here or further inside; mostly not below the place `first`."""
+        """With another value, or one more or less, here or further inside; mostly not below the index `first`."""
         rng = self.rng
         new = list(values)
         if rng.random() < 0.1:
@@ -123,16 +123,16 @@ class Source:
         if first >= len(new) or rng.random() < 0.1:
             new.insert(rng.randint(min(first, len(new)), len(new)), self.value())
             return new
-        place = rng.randrange(first, len(new))
-        old = new[place]
+        index = rng.randrange(first, len(new))
+        old = new[index]
         if rng.random() < 0.1:
-            del new[place]
+            del new[index]
         elif isinstance(old, list) and rng.random() < 0.6:
-            new[place] = self.replaced(old)
+            new[index] = self.replaced(old)
         elif isinstance(old, dict) and rng.random() < 0.6:
-            new[place] = {**old, rng.choice(["a", *old]): self.value()}
+            new[index] = {**old, rng.choice(["a", *old]): self.value()}
         else:
-            new[place] = self.value()
+            new[index] = self.value()
         return new
 
 

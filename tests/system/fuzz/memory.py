@@ -70,10 +70,10 @@ def kernel_decoder(source: Source, folder: Path) -> Decoder:
         before, after = (rng.randbytes(8 * rng.randrange(4)) for _ in range(2))
         start, size = len(before) // 8, len(data) // 8
         checksum = int(copy_kernels.checksum(np.frombuffer(data, np.uint64)))
-        place = struct.pack("<QQQ", start, size, checksum)
+        span = struct.pack("<QQQ", start, size, checksum)
         if rng.random() < 0.3:
-            place = source.changed(place, keep_size=True, changes=2)
-        return (place + before + data + after)[: 2 * PAGE]
+            span = source.changed(span, keep_size=True, changes=2)
+        return (span + before + data + after)[: 2 * PAGE]
 
     def decode(data: bytes) -> None:
         start, size, checksum = struct.unpack_from("<qqq", data)

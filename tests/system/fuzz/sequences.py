@@ -123,14 +123,14 @@ class Talker:
 
     def lay(self, data: bytes) -> int:
         encoded = EncodedTrajectory(data, words_at(b""), len(data) // 8)
-        place = self.arena.write(encoded)
-        if place is None:
+        span = self.arena.write(encoded)
+        if span is None:
             while self.laid:
                 self.arena.free(self.laid.pop())
-            place = self.arena.write(encoded)
-            assert place is not None
-        self.laid.append(place.start)
-        return place.start
+            span = self.arena.write(encoded)
+            assert span is not None
+        self.laid.append(span.start)
+        return span.start
 
 
 def words_at(data: bytes) -> np.ndarray:
