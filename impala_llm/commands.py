@@ -251,7 +251,12 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
     if code == 0 and config.evaluation.before_and_after:
         with working("loading what evaluates the policy"):
             from impala_llm.evaluate import compare
-        compare(config)
+        try:
+            compare(config)
+        except (KeyboardInterrupt, SystemExit):
+            print("impala-llm: the evaluation was interrupted; training has finished, and its policy is saved")
+            print(how_to_evaluate(folder), flush=True)
+            raise
     if code != BAD_SETTINGS and (folder / "policy").is_dir():
         print(how_to_evaluate(folder))
     parts = [name for name in ("policy", "policy-best", "logs", "tensorboard") if (folder / name).is_dir()]

@@ -15,6 +15,8 @@ FAMILIAR_NAMES = {
     "ppo_epochs": "learner.epochs",
     "eta": "algorithm.max_staleness",
     "gamma": "algorithm.credit.discount",
+    "gradient_accumulation": "learner.token_budget",
+    "gradient_accumulation_steps": "learner.token_budget",
     "gradient_checkpointing": "learner.activation_checkpointing",
     "lambda": "algorithm.credit.lam",
     "logger": "run.metric_writers",
@@ -23,15 +25,21 @@ FAMILIAR_NAMES = {
     "max_response_length": "engine.max_new_tokens",
     "max_steps": "learner.total_updates",
     "max_tokens": "engine.max_new_tokens",
+    "micro_batch_size": "learner.token_budget",
     "model": "model.path",
     "model_name_or_path": "model.path",
     "num_steps": "learner.total_updates",
     "num_workers": "actor.num_actors",
+    "output_dir": "run.dir",
+    "per_device_train_batch_size": "learner.token_budget",
+    "ppo_mini_batch_size": "learner.minibatches",
     "report_to": "run.metric_writers",
     "rollouts": "actor.max_episodes",
+    "save_steps": "learner.save_every",
     "steps": "learner.total_updates",
     "tp": "engine.tensor_parallel",
     "tp_size": "engine.tensor_parallel",
+    "wandb": "run.metric_writers",
 }
 """Names that other trainers have for some of our settings, by the last part of the key."""
 
@@ -42,6 +50,7 @@ _SYMMETRIC = "algorithm.loss.clip_high=0.2 algorithm.loss.dual_clip=null"
 FAMILIAR_CHOICES = {
     "algorithm=grpo": f"group_relative_by_std algorithm.loss=ppo_clip {_SYMMETRIC} "
     "algorithm.aggregate=sequence_mean_token_mean algorithm.kl_coef=0.04",
+    "algorithm=dapo": "group_relative_by_std algorithm.loss=ppo_clip algorithm.loss.dual_clip=null algorithm.refill=2",
     "algorithm=dr_grpo": f"group_relative algorithm.loss=ppo_clip {_SYMMETRIC} "
     "algorithm.aggregate=sequence_mean_token_sum",
     "algorithm=rloo": "group_relative algorithm.credit=rloo algorithm.loss=reinforce "
@@ -58,13 +67,17 @@ FAMILIAR_CHOICES = {
 """Names that others have for what our presets name: the word, and the choice, with the further words that make it that
 method, as its paper has it. Coefficients are those of their authors' runs: kl_coef of GRPO from DeepSeekMath (Shao et
 al., 2024, section 4.2), minibatches from the published settings of AReaL (ppo_n_minibatches), and the clip's 0.2, which
-GRPO's papers leave open, from PPO (Schulman et al., 2017)."""
+GRPO's papers leave open, from PPO (Schulman et al., 2017). DAPO's overlong_tokens depends on engine.max_length, and is
+left to the user; its groups without variance are replaced until a batch is full, here at most twice as many."""
 
 
 def meant_by(key: str, known: Sequence[str]) -> str | None:
     """The setting that an unknown key may stand for."""
     last = key.rsplit(".", 1)[-1]
+    section = key.partition(".")[0]
     same = [name for name in known if name.rsplit(".", 1)[-1] == last]
-    meant = FAMILIAR_NAMES.get(last.lower())
+    familiar = [meant] if (meant := FAMILIAR_NAMES.get(last.lower())) else []
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-    return next(iter([*same, *([meant] if meant else ()), *close]), None)
+    # One of the section that was named comes first: learner.max_steps is no step of the shop's.
+    found = sorted([*same, *familiar], key=lambda name: name.partition(".")[0] != section)
+    return next(iter([*found, *close]), None)

@@ -434,3 +434,21 @@ def test_a_setting_that_is_written_as_an_option_is_named_as_it_is_written(capsys
     ):
         assert cli.main(["train", *words]) == 2
         assert capsys.readouterr().err == f"impala-llm: {words[0]} is no option of this command: {hint}\n"
+
+
+def test_an_interrupted_evaluation_after_training_names_the_command_that_makes_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(_config: object) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "policy").mkdir()
+    monkeypatch.setattr("impala_llm.launch.supervise", lambda *_: 0)
+    monkeypatch.setattr("impala_llm.preflight.check_training", lambda _config: None)
+    monkeypatch.setattr("impala_llm.evaluate.compare", interrupt)
+    words = ["experiment=toy", "evaluation.before_and_after=true", f"run.dir={tmp_path}"]
+    with pytest.raises(KeyboardInterrupt):
+        commands.train(load(words), words, False)
+    said = capsys.readouterr().out
+    assert "the evaluation was interrupted; training has finished, and its policy is saved" in said
+    assert "impala-llm evaluate" in said and str(tmp_path) in said

@@ -1,8 +1,11 @@
 """Names of methods in other frameworks: the settings that an error names in their place give the same method."""
 
+from pathlib import Path
+
 import pytest
 
 from impala_llm.config import ConfigError, load
+from impala_llm.familiar_names import FAMILIAR_CHOICES
 from impala_llm.settings import AlgorithmConfig
 
 
@@ -38,6 +41,34 @@ def test_a_method_on_groups_is_that_of_its_paper(
     assert (named.loss.name, named.aggregate) == (loss, aggregate)
     assert {key: getattr(named.loss, key) for key in bounds} == bounds
     assert named.uses_reference == (method == "grpo"), "the KL term of its objective"
+
+
+def test_dapo_has_a_higher_upper_clip_and_replaces_groups_without_variance() -> None:
+    named = named_for("algorithm=dapo")
+    assert (named.credit.name, named.loss.name, named.aggregate) == ("group_relative", "ppo_clip", "token_mean")
+    assert (named.loss.clip_low, named.loss.clip_high) == (0.2, 0.28)  # type: ignore[attr-defined]
+    assert named.refill > 0 and not named.uses_reference
+
+
+@pytest.mark.parametrize("word", [word for word in FAMILIAR_CHOICES if word.startswith("algorithm=")])
+def test_the_page_of_algorithms_has_the_settings_of_a_method(word: str) -> None:
+    page = (Path(__file__).parents[1] / "docs/algorithms.md").read_text()
+    assert word == "algorithm=tis" or f"`algorithm={FAMILIAR_CHOICES[word]}`" in page
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("learner.max_steps=10", "learner.total_updates"),
+        ("env.webshop.steps=10", "learner.total_updates"),
+        ("engine.max_tokens=64", "engine.max_new_tokens"),
+        ("learner.micro_batch_size=4", "learner.token_budget"),
+        ("run.output_dir=x", "run.dir"),
+    ],
+)
+def test_a_key_of_another_trainer_is_answered_with_ours(word: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {meant}"):
+        load(["model=scratch", word])
 
 
 def test_rloo_is_reinforce_on_whole_episodes() -> None:

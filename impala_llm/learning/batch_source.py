@@ -191,12 +191,13 @@ class BatchSource:
         counters = self._receiver.counters()
         noun = "trajectories" if self._group_size == 1 else "groups"
         num_missing, limit = self._rate.num_missing(self._num_items * self._group_size), ""
+        failed = f", {counters['failed']:.0f} episodes failed" if counters["failed"] else ""
         if num_missing and len(self.buffer) >= self._num_items:
             ratio = f"replay.samples_per_insert={self._replay.samples_per_insert:g}"
             limit = f" ({ratio} asks for {num_missing} more trajectories first)"
         return (
             f"{len(self.buffer)} of {self._num_items} {noun}{limit}, {counters['open']:.0f} episodes under way, "
-            f"{counters['actors']:.0f} actors"
+            f"{counters['actors']:.0f} actors{failed}"
         )
 
     def collect(self, version: int, timeout_s: float) -> None:

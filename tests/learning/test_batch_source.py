@@ -45,6 +45,8 @@ def run_dir() -> Iterator[RunDirectory]:
 class PlayedReceiver:
     """The part of a receiver that the source asks; the test says what arrives and what is lost."""
 
+    num_failed = 0.0
+
     def __init__(self) -> None:
         self.arriving: list[Trajectory] = []
         self.lost: dict[int, int] = defaultdict(int)
@@ -62,7 +64,7 @@ class PlayedReceiver:
         self.evicted_tickets += ticket_ids
 
     def counters(self) -> dict[str, float]:
-        return {"actors": 2.0, "open": 3.0, "failed": 1.0}
+        return {"actors": 2.0, "open": 3.0, "failed": self.num_failed}
 
 
 def make_source(
@@ -351,7 +353,15 @@ def test_a_wait_says_what_is_missing_and_ends_with_the_time_of_the_run() -> None
     source, _ = make_source()
     said: list[str] = []
     assert source.next_batch(version=0, until=time.monotonic() + 0.3, on_wait=said.append) is None
-    assert said and "0 of 2 groups" in said[0]
+    assert said and "0 of 2 groups" in said[0] and "failed" not in said[0]
+
+
+def test_a_wait_says_how_many_episodes_have_failed() -> None:
+    source, receiver = make_source()
+    receiver.num_failed = 3941
+    said: list[str] = []
+    source.next_batch(version=0, until=time.monotonic() + 0.3, on_wait=said.append)
+    assert "3941 episodes failed" in said[0]
 
 
 # --- groups without variance
