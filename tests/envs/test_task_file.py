@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from impala_llm.config import ConfigError, load
@@ -363,10 +364,16 @@ def test_what_an_answer_leaves_behind_costs_the_next_ones_nothing(folder: Path, 
     os.mkfifo("later")
     for act in (r"forge(b'[1.0, null]\n')", "os._exit(3)"):
         assert asyncio.run(runner.score(f"{FORGE}\nlater(lambda: {act}); score = 0.0", {})) == 0.0
+        of_runner = [p.pid for p in psutil.Process().children() if "impala_llm.envs.scoring_process" in p.cmdline()]
         with open("later", "wb", buffering=0) as pipe:
             done = select.poll()
             done.register(pipe, 0)
             done.poll()  # it has closed its end
+        if "exit" in act:  # it closes one file after the other
+            for pid in of_runner:
+                ended = select.poll()
+                ended.register(os.pidfd_open(pid), select.POLLIN)
+                ended.poll()
         assert asyncio.run(runner.score(HONEST, {})) == 0.25, act
     leave = FORGE + r"sys.left = lambda: forge(b'[1.0, null]\n'); score = 0.0"
     assert asyncio.run(runner.score(leave, {})) == 0.0
