@@ -3,8 +3,7 @@
     tools/seeded_run.py [NAME ...]
 
 Prints JSON: for each run the losses of every update and the SHA-256 of the final weights, value head included. On one
-machine two runs of one tree are equal, and so is that of a tree in which code was only moved. The first run of a tree
-compiles loops, and may differ from the later ones in the last bits: compare those.
+machine two runs of one tree are equal, and so is that of a tree in which code was only moved.
 
 Without the pipeline: the embedded engine plays, the trainer trains. `toy_*`, `corridor_*` and `quickstart` are
 on-policy (η = 0): each batch is played by the weights it trains. `reuse_*` train three times on a batch, so that ratios

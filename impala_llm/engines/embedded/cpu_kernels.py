@@ -40,7 +40,8 @@ def _compiled(reordered: bool, inline: bool = False) -> Callable[..., Any]:
     Args:
         reordered: allow sums in another order. A function without it keeps its order where it is inlined into one with
             it.
-        inline: inline it into its callers.
+        inline: inline it into its callers. One that adds in another order must be: else a process that compiles the
+            caller calls the function itself, one that loads the caller its copy of it, and their last bits differ.
     """
     fastmath = _REORDERED if reordered else {"contract"}
     return compiled(fastmath=fastmath, error_model="numpy", **({"forceinline": True} if inline else {}))
@@ -109,7 +110,7 @@ def _highest(row: np.ndarray) -> float:
     return _of_order(highest)
 
 
-@_compiled(reordered=True)
+@_compiled(reordered=True, inline=True)
 def _norm_row(out: np.ndarray, row: np.ndarray, weight: np.ndarray, eps: float) -> None:
     total = _ZERO
     for i in range(row.size):
