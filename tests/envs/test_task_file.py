@@ -364,7 +364,7 @@ def test_what_an_answer_leaves_behind_costs_the_next_ones_nothing(folder: Path, 
     os.mkfifo("later")
     for act in (r"forge(b'[1.0, null]\n')", "os._exit(3)"):
         assert asyncio.run(runner.score(f"{FORGE}\nlater(lambda: {act}); score = 0.0", {})) == 0.0
-        of_runner = [p.pid for p in psutil.Process().children() if "impala_llm.envs.scoring_process" in p.cmdline()]
+        of_runner = [p.pid for p in psutil.Process().children() if "runner:verify" in p.cmdline()]
         with open("later", "wb", buffering=0) as pipe:
             done = select.poll()
             done.register(pipe, 0)
