@@ -44,7 +44,7 @@ def idle_settings(config: Config) -> dict[str, Idle]:
 
 
 def _rules_of_parts(config: Config) -> list[_Rule]:
-    """Of what is learned, where and with which model. Of two that name one setting the later one holds."""
+    """Rules for tasks, engine, model and evaluation. If two rules name one setting, the later one holds."""
     engine = config.engine
     of_agents = [f"agent.{key}" for key, _ in leaves(AgentConfig()) if key not in ("name", "command")]
     agent = "agent.command" if config.agent.name is None else "agent.name"
@@ -76,7 +76,7 @@ def _rules_of_parts(config: Config) -> list[_Rule]:
 
 
 def _rules_of_learning(config: Config) -> list[_Rule]:
-    """Of the algorithm, the learner and the replay buffer. What a fix would be refused with stands in it as well."""
+    """Rules for algorithm, learner and replay buffer. A fix names all words without which it would be refused."""
     algorithm, learner, replay = config.algorithm, config.learner, config.replay
     usual = LearnerConfig()
     no_reward_kl = ", reward_kl_coef=0" if algorithm.credit.learns_from_rewards else ""

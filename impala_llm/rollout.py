@@ -124,10 +124,13 @@ class ChatFormat:
 
 
 class ContentEncoder:
-    """Encodes what users, tools and environments say: a text that spells a special token, or an added one that the chat
-    template writes, stays a text. It could end a turn, or forge an answer or its reasoning.
+    """Encodes texts of users, tools and environments, which must not end a turn or forge an answer or its reasoning: a
+    text that spells a special token, or an added one that the chat template writes, stays a text.
 
     Added tokens that the template does not write are tokens of texts, such as the HTML tags of some families.
+
+    Args:
+        tokenizer: of the policy, with its chat template; it is not changed.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -139,6 +142,7 @@ class ContentEncoder:
         }
 
     def __call__(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of a text."""
         ids = _without_special(self._tokenizer, text)
         return ids if self._of_template.isdisjoint(ids) else _without_special(self._splitting, text)
 

@@ -23,7 +23,7 @@ NOT_SAVED = 4
 """Exit code of a learner: training is over, and its policy could not be saved. It stays in the run's folder in shared
 memory."""
 LOST_OWNER = "IMPALA_LLM_LOST_OWNER"
-"""What the supervisor's `wait_for_owner` has returned, for its learner."""
+"""Environment variable by which a supervisor passes the result of `wait_for_owner` to its learner."""
 SUPERVISOR = "IMPALA_LLM_SUPERVISOR"
 """Process id of the supervisor."""
 PROGRESS = "IMPALA_LLM_PROGRESS"

@@ -41,7 +41,7 @@ _Calls = Iterator[tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class Family:
-    """How a family of models writes calls: between two tokens, in a form of its own."""
+    """Form in which a family of models writes calls, between two tokens."""
 
     opening: str
     closing: str
@@ -50,7 +50,10 @@ class Family:
 
 
 def calls_in(family: Family, text: str, tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """The calls of a text between a family's two tokens: name, and arguments as a JSON text.
+    """Return the calls of a text between a family's two tokens: `name`, and `arguments` as a JSON text.
+
+    Args:
+        tools: of the request, as OpenAI's schema has them.
 
     Raises:
         ValueError, RecursionError: a call is broken, or is of no tool that was offered.
@@ -65,7 +68,7 @@ def calls_in(family: Family, text: str, tools: Sequence[Any]) -> list[dict[str, 
 
 
 def _offered(tools: Sequence[Any]) -> dict[str, _Schemas]:
-    """By name, the tools of a request; clients give them flat too, as the form of OpenAI's responses is."""
+    """Return the parameters' schemas of a request's tools, by name. Tools may be flat, as in OpenAI's Responses API."""
     found: dict[str, _Schemas] = {}
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, dict) else None

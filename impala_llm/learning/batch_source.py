@@ -63,7 +63,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Intake:
-    """What a batch source took in and gave up in a step, and what it holds at its end."""
+    """Trajectories that a batch source received and dropped in a step, and its buffer at the end of the step."""
 
     received: tuple[Trajectory, ...]
     evicted: tuple[Trajectory, ...]

@@ -43,11 +43,11 @@ class PartFault(ConfigError):
 
 @dataclass
 class _Awaited:
-    """What a part declares among its metrics and has not returned."""
+    """Metrics that a part declares and has not returned yet."""
 
     metrics: set[str]
     versions: set[int] = field(default_factory=set)
-    """Of the learner, in which it was given tokens."""
+    """Policy versions at which the part was called with tokens."""
 
 
 _awaited: dict[str, _Awaited] = {}

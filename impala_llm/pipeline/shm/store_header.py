@@ -12,7 +12,7 @@ HEADER = struct.Struct("<8sQQQ")
 
 
 def sizes(replay: ReplayConfig) -> tuple[int, int]:
-    """Return the capacity in bytes of a learner rank's store, and the most records that it holds."""
+    """Return (capacity in bytes, most records) of a learner rank's trajectory store."""
     # Beyond the buffer's own capacity: open groups, what is queued for it, headers and gaps.
     return (replay.capacity_mb * 5 // 4 + 64) << 20, 4 * replay.capacity
 
