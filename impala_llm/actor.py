@@ -6,7 +6,7 @@ An episode starts only with a ticket from the learner and ends in exactly one of
 unroll, is sent, or its ticket is given back with the reason. Weights are swapped between two decoding steps while
 episodes continue; a ticket that asks for a newer policy version than the engine has waits for it.
 
-Where evaluations inside of the run are wanted, a part of its slots is for their tasks (evaluation_episodes.py), which
+Where evaluations inside of the run are wanted, a part of its slots is for their tasks (evaluation/episodes.py), which
 need no ticket.
 
 Left out on purpose: nothing here decides what to play, in which order, or how stale it may be. The learner does. The
@@ -30,7 +30,6 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from impala_llm.actor_metrics import Reporter
 from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.engines import make_engine
 from impala_llm.engines.base import Engine, EngineError, ModelRefused, ServerUnfit
@@ -38,11 +37,12 @@ from impala_llm.engines.sglang.engine import SGLangEngine
 from impala_llm.environment_faults import EnvironmentBroken, EnvironmentFaults, failure_reason, is_fault
 from impala_llm.envs import contract
 from impala_llm.envs.contract import EnvironmentFault
-from impala_llm.evaluation_episodes import EvaluationEpisodes, evaluation_slots
+from impala_llm.evaluation.episodes import EvaluationEpisodes, evaluation_slots
 from impala_llm.gateway.agents import AgentFailed, AgentPlayer
 from impala_llm.gateway.tasks import suite_of
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
+from impala_llm.observability.actor_metrics import Reporter
 from impala_llm.pipeline import ActorEndpoint
 from impala_llm.pipeline.actor_endpoint import actor_name
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError
@@ -59,9 +59,9 @@ from impala_llm.pipeline.transport.messages import (
     Shutdown,
     WeightsAnnounced,
 )
+from impala_llm.processes.supervised import end_with_supervisor, keep_exit_codes, report_progress, tell
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
 from impala_llm.settings import Config
-from impala_llm.supervised import end_with_supervisor, keep_exit_codes, report_progress, tell
 from impala_llm.trajectory import Trajectory
 
 RELAY_POLL_S = 0.05

@@ -23,8 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     atexit.register(gc.freeze)  # the collections at the end of the process took longer than what many commands do
     os.environ.setdefault("TQDM_DISABLE", "1")  # transformers has a bar for every file that it reads or writes
     try:
-        from impala_llm.commands import run_command
-        from impala_llm.supervised import keep_exit_codes
+        from impala_llm.commands.parser import run_command
+        from impala_llm.processes.supervised import keep_exit_codes
 
         keep_exit_codes()
         code = run_command(list(sys.argv[1:] if argv is None else argv))

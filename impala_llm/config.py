@@ -1,4 +1,4 @@
-"""Composes the settings with Hydra and has them checked. Meaning of each: settings.py; rules: settings_checks.py.
+"""Composes the settings with Hydra and has them checked. Meaning of each: settings.py; rules: checks/.
 
 Invariant: every `Config` has been checked. `load` composes it from configs/ and `key=value` overrides, and fails before
 any process, socket or file exists, with sentences that name key, value and fix. No other module reads raw Hydra dicts.
@@ -22,8 +22,9 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
-from impala_llm.familiar_names import FAMILIAR_CHOICES, meant_by
-from impala_llm.idle_settings import in_force
+from impala_llm.checks.familiar_names import FAMILIAR_CHOICES, meant_by
+from impala_llm.checks.idle_settings import in_force
+from impala_llm.checks.settings_checks import problems
 from impala_llm.plugs import (
     AGENTS,
     ENGINES,
@@ -38,7 +39,6 @@ from impala_llm.plugs import (
     parts_with,
 )
 from impala_llm.settings import PACKAGE, AlgorithmConfig, Config, EngineConfig, EnvConfig, leaves
-from impala_llm.settings_checks import problems
 
 _TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
 """Types as OmegaConf names them, in words."""

@@ -43,9 +43,9 @@ from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import AsyncSession, Scripted, Session, Split, Suite
 from impala_llm.learning.origin import base_checksum
 from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.processes.stop_signals import ToldToStop
 from impala_llm.rollout import ChatFormat, EpisodeAborted, EpisodeLimits, EpisodeSpec, Turn, play_episode
 from impala_llm.settings import Config
-from impala_llm.stop_signals import ToldToStop
 from impala_llm.writable_folders import try_to_write, writing_to
 
 PART_EPISODES = 500

@@ -21,22 +21,22 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from impala_llm.child_processes import FAMILY, Child, end, exit_reason, keep_alive, say
 from impala_llm.config import ConfigError, load, threads_per_process, to_yaml
 from impala_llm.engines.sglang.external_server import reserved_servers
-from impala_llm.fork_server import ForkServer, can_fork
 from impala_llm.gpus import GpuShares, deal_gpus, visible_gpus, with_num_actors
 from impala_llm.hosts import TcpEndpoint, rank_endpoint
-from impala_llm.kept_settings import for_other_runs
-from impala_llm.learning.checkpoint_files import newest_whole
-from impala_llm.learning.resume import begin, can_go_on
+from impala_llm.learning.checkpoints.files import newest_whole
+from impala_llm.learning.checkpoints.kept_settings import for_other_runs
+from impala_llm.learning.checkpoints.resume import begin, can_go_on
 from impala_llm.observability.terminal import TerminalView
 from impala_llm.pipeline.network.keys import load_actor_keys
 from impala_llm.pipeline.shm.actor_claims import claimed_indices
 from impala_llm.pipeline.shm.run_directory import RunDirectory, RunDirectoryError, find_run, run_path
 from impala_llm.pipeline.weights.remote import relay_weights
+from impala_llm.processes.child_processes import FAMILY, Child, end, exit_reason, keep_alive, say
+from impala_llm.processes.fork_server import ForkServer, can_fork
+from impala_llm.processes.supervised import ALLOCATOR, HUGE_PAGES, LOST_OWNER, NOT_SAVED, SUPERVISED, signal_name
 from impala_llm.settings import PACKAGE, Config
-from impala_llm.supervised import ALLOCATOR, HUGE_PAGES, LOST_OWNER, NOT_SAVED, SUPERVISED, signal_name
 
 POLL_S = 0.1
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"

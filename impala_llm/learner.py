@@ -3,7 +3,7 @@
     receive → buffer → draw by priority → pack → forward → credit → loss → backward → reduce → step → publish → repeat
 
 docs/pipeline.md, "Code path of a trajectory and of the weights", names the files on this way. Actors play on all the
-while, validation tasks too (in_run_evaluation.py): the receiver takes their trajectories and deals tickets during every
+while, validation tasks too (evaluation/in_run.py): the receiver takes their trajectories and deals tickets during every
 step. Each rank has its own receiver, tickets and replay shard; ranks meet only to add up. Version 0 is published before
 the first ticket is dealt.
 
@@ -12,7 +12,7 @@ every trajectory that it had acknowledged and not yet trained on, and the optimi
 optimizer and warm-ups begin anew. What a step trained on counts once the step's version, or one after it, is on a
 board: that rename is the commit. Where few are published, one is kept for the next learner before the store is full.
 
-Where shared memory is gone as well, all of it comes from the newest whole checkpoint (learning/checkpoint.py): the
+Where shared memory is gone as well, all of it comes from the newest whole checkpoint (learning/checkpoints/): the
 updates from there on are made again, under versions that were never published. Metrics and schedules count updates.
 """
 
@@ -37,22 +37,22 @@ from impala_llm.config import ConfigError, load, threads_per_process, to_yaml
 from impala_llm.engines.base import ModelRefused
 from impala_llm.envs import contract
 from impala_llm.envs.base import Suite
+from impala_llm.evaluation.in_run import EvaluationRounds, InRunEvaluation
 from impala_llm.gateway.tasks import suite_of
-from impala_llm.in_run_evaluation import EvaluationRounds, InRunEvaluation
-from impala_llm.kept_settings import keep_settings
 from impala_llm.learning.batch_source import Batch, BatchSource, Stalled, share_arrivals, share_batch
-from impala_llm.learning.checkpoint import Checkpointer, Stateful
-from impala_llm.learning.checkpoint_files import CheckpointError
-from impala_llm.learning.folder_owner import FolderOwner
+from impala_llm.learning.checkpoints.files import CheckpointError
+from impala_llm.learning.checkpoints.folder_owner import FolderOwner
+from impala_llm.learning.checkpoints.kept_settings import keep_settings
+from impala_llm.learning.checkpoints.past import Past, rates_of
+from impala_llm.learning.checkpoints.resume import Start, check_folder
+from impala_llm.learning.checkpoints.writer import Checkpointer, Stateful
 from impala_llm.learning.model import policy_files
 from impala_llm.learning.origin import Origin, find_origin, make_model
 from impala_llm.learning.packing import OutOfMemory
 from impala_llm.learning.parallel import Ranks, check_ranks, exit_process
-from impala_llm.learning.past import Past, rates_of
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.learning.publishing import make_publisher, server_transport
-from impala_llm.learning.resume import Start, check_folder
 from impala_llm.learning.saving import Moment, Parts, Saving
 from impala_llm.learning.training_time import TrainingTime, share_done
 from impala_llm.observability.actor_news import ActorNews
@@ -65,9 +65,9 @@ from impala_llm.pipeline.network.keys import KeyFileError
 from impala_llm.pipeline.shm.ring import ArenaError
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 from impala_llm.pipeline.tickets.curriculum import Curriculum
+from impala_llm.processes.stop_signals import Stopped, StopSignals
+from impala_llm.processes.supervised import NOT_SAVED, end_with_supervisor, keep_exit_codes, say, tell
 from impala_llm.settings import Config
-from impala_llm.stop_signals import Stopped, StopSignals
-from impala_llm.supervised import NOT_SAVED, end_with_supervisor, keep_exit_codes, say, tell
 from impala_llm.trainer import Trainer
 
 SAYS_WHAT_TO_DO = (ArenaError, CheckpointError, ConfigError, KeyFileError, MetricError, OutOfMemory, RunDirectoryError)

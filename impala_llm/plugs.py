@@ -24,7 +24,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from impala_llm.stop_signals import ToldToStop
+from impala_llm.processes.stop_signals import ToldToStop
 
 
 @dataclass(frozen=True)

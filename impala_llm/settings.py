@@ -1,6 +1,6 @@
 """Every setting of the system: one dataclass a part. The range, the choices and the meaning of a setting stand on its
-field; `impala-llm train --help .` and docs/settings.md are made from them (settings_reference.py). A long file, since
-whoever looks for a setting should have one to look in.
+field; `impala-llm train --help .` and docs/settings.md are made from them, by commands/settings_reference.py.
+A long file, since whoever looks for a setting should have one to look in.
 
 Invariant: nothing here looks at another setting, or at more of the machine than whether a file is there.
 """

@@ -32,10 +32,11 @@ from impala_llm.engines.base import ModelRefused
 from impala_llm.imitation import Imitation
 from impala_llm.learning.attention_choice import choose_attention
 from impala_llm.learning.cautions import other_value_head, slow_precision
-from impala_llm.learning.checkpoint import Checkpointer, State, tensors_of
-from impala_llm.learning.checkpoint_files import CheckpointError, checkpoints, newest_whole, set_aside
-from impala_llm.learning.checkpoint_reader import CheckpointReader
-from impala_llm.learning.folder_owner import FolderOwner, wait_for_owner
+from impala_llm.learning.checkpoints.files import CheckpointError, checkpoints, newest_whole, set_aside
+from impala_llm.learning.checkpoints.folder_owner import FolderOwner, wait_for_owner
+from impala_llm.learning.checkpoints.policy_folders import put_policies_back, replace_folder
+from impala_llm.learning.checkpoints.reader import CheckpointReader
+from impala_llm.learning.checkpoints.writer import Checkpointer, State, tensors_of
 from impala_llm.learning.lora import add_adapters, is_adapted
 from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.origin import base_checksum
@@ -43,13 +44,12 @@ from impala_llm.learning.packing import OutOfMemory
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.learning.policy_files import resolve_policy
-from impala_llm.learning.policy_folders import put_policies_back, replace_folder
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.observability.writers import MetricWriter
+from impala_llm.processes.stop_signals import StopSignals
+from impala_llm.processes.supervised import say
 from impala_llm.settings import Config
-from impala_llm.stop_signals import StopSignals
-from impala_llm.supervised import say
 from impala_llm.trajectory import Trajectory, TrajectoryError
 from impala_llm.writable_folders import try_to_write, writing_to
 

@@ -30,9 +30,9 @@ from impala_llm.learning.shaped_rewards import Shaping
 from impala_llm.learning.survey import Survey
 from impala_llm.learning.update import Update, have_gradients, optimizer_steps, reason_left_out
 from impala_llm.learning.work_balance import WorkBalance
-from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.observability.metrics import MetricLog, declare
 from impala_llm.observability.stages import StageTimer
+from impala_llm.processes.limited_warnings import RateLimitedWarnings
 from impala_llm.settings import Config
 from impala_llm.trajectory import Trajectory
 

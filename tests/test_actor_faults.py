@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from impala_llm.actor import Actor
-from impala_llm.actor_metrics import Reporter
 from impala_llm.config import load
 from impala_llm.engines.base import EngineError, EngineStats, Generation, SamplingParams
 from impala_llm.environment_faults import EnvironmentFaults, failure_reason, is_fault
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.learning.scratch import make_scratch_policy
+from impala_llm.observability.actor_metrics import Reporter
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.rollout import ENGINE_AWAITED, ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from impala_llm import cli, commands, launch
+from impala_llm import cli, launch
+from impala_llm.commands import parser as commands
+from impala_llm.commands.settings_reference import markdown, reference
 from impala_llm.config import known_keys, load
 from impala_llm.settings import ASSETS
-from impala_llm.settings_reference import markdown, reference
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +150,7 @@ def test_every_setting_has_a_meaning() -> None:
 
 def test_the_page_of_settings_is_what_the_fields_say() -> None:
     page = Path(__file__).parents[1] / "docs" / "settings.md"
-    assert page.read_text() == markdown(), "python -m impala_llm.settings_reference > docs/settings.md"
+    assert page.read_text() == markdown(), "python -m impala_llm.commands.settings_reference > docs/settings.md"
 
 
 def test_a_misspelt_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -444,7 +445,7 @@ def test_an_interrupted_evaluation_after_training_names_the_command_that_makes_i
 
     (tmp_path / "policy").mkdir()
     monkeypatch.setattr("impala_llm.launch.supervise", lambda *_: 0)
-    monkeypatch.setattr("impala_llm.preflight.check_training", lambda _config: None)
+    monkeypatch.setattr("impala_llm.commands.preflight.check_training", lambda _config: None)
     monkeypatch.setattr("impala_llm.evaluate.compare", interrupt)
     words = ["experiment=toy", "evaluation.before_and_after=true", f"run.dir={tmp_path}"]
     with pytest.raises(KeyboardInterrupt):

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from impala_llm.checks.familiar_names import FAMILIAR_CHOICES
 from impala_llm.config import ConfigError, config_folder, load, threads_per_process, to_yaml
-from impala_llm.familiar_names import FAMILIAR_CHOICES
 from impala_llm.settings import Config
 
 OF_THE_USER = {

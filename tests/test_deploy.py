@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from impala_llm import commands
+from impala_llm.commands import parser as commands
 from impala_llm.config import load
 from impala_llm.pipeline.network.keys import make_keys
 from impala_llm.settings import ASSETS, Config

@@ -138,7 +138,8 @@ def test_each_exception_has_an_entry_under_raises() -> None:
 @pytest.mark.parametrize(
     "package",
     [
-        *("algorithms", "engines/embedded", "engines/sglang", "gateway", "learning", "observability", "replay"),
+        *("algorithms", "checks", "commands", "engines/embedded", "engines/sglang", "evaluation", "gateway"),
+        *("learning", "learning/checkpoints", "observability", "processes", "replay"),
         *("pipeline/network", "pipeline/shm", "pipeline/tickets", "pipeline/transport", "pipeline/weights"),
     ],
 )

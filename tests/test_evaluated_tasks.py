@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from impala_llm.commands.preflight import unfit_policy
 from impala_llm.config import load, to_yaml
 from impala_llm.envs.webshop.nouns import installed_nouns
 from impala_llm.evaluate import evaluate_policies
-from impala_llm.preflight import unfit_policy
 
 DATA = Path(__file__).parent / "fixtures" / "webshop" / "data"
 

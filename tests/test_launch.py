@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from impala_llm import child_processes, cli, launch
-from impala_llm.child_processes import FAMILY, MAX_RESTARTS, Child, exit_reason, keep_alive
+from impala_llm import cli, launch
 from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.gpus import deal_gpus
 from impala_llm.launch import child_environment
 from impala_llm.pipeline.network.keys import make_keys
 from impala_llm.pipeline.shm.actor_claims import claimed_servers
 from impala_llm.pipeline.shm.run_directory import RunDirectory, remove_run_dir
-from impala_llm.supervised import HUGE_PAGES
+from impala_llm.processes import child_processes
+from impala_llm.processes.child_processes import FAMILY, MAX_RESTARTS, Child, exit_reason, keep_alive
+from impala_llm.processes.supervised import HUGE_PAGES
 
 OVERRIDES = ["experiment=toy", "actor.num_actors=3", "learner.num_ranks=2"]
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from impala_llm.checks.known_models import reasons_against
 from impala_llm.engines.base import EngineError, ModelRefused, SamplingParams
 from impala_llm.engines.embedded.engine import TorchEngine
-from impala_llm.known_models import reasons_against
 from impala_llm.learning.model import PolicyModel
 from tests.families import REFUSED, RIGHT, VOCABULARY, build_family, family_config
 

@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from impala_llm.cli import main
-from impala_llm.learning.checkpoint_files import checkpoints, newest_whole
+from impala_llm.learning.checkpoints.files import checkpoints, newest_whole
 from impala_llm.sft import STATE
 from tests.helpers import make_tiny_model
 from tests.test_sft import signal_handlers_kept, warm_start, words

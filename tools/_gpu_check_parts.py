@@ -27,7 +27,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from impala_llm.bench._learner_loops import random_row
-from impala_llm.child_processes import FAMILY, Child, end
 from impala_llm.config import load
 from impala_llm.engines import make_engine
 from impala_llm.engines.base import SamplingParams
@@ -38,6 +37,7 @@ from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.products import prepare_cuda
 from impala_llm.pipeline.shm.run_directory import shared_memory
+from impala_llm.processes.child_processes import FAMILY, Child, end
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
 

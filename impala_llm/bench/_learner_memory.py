@@ -25,7 +25,7 @@ import numpy as np
 
 from impala_llm.bench._engine_work import save_model
 from impala_llm.bench.frame import BenchError
-from impala_llm.supervised import ALLOCATOR, HUGE_PAGES
+from impala_llm.processes.supervised import ALLOCATOR, HUGE_PAGES
 
 LEARNERS = (("float32", 0), ("bfloat16", 0), ("bfloat16", 1))
 """learner.precision and learner.activation_checkpointing of each."""

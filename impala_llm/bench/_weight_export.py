@@ -28,7 +28,7 @@ from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.learning.publishing import write_to_board
 from impala_llm.pipeline.weights.board import WEIGHTS_FILE, WeightPublisher, WeightReader
-from impala_llm.supervised import RENDEZVOUS
+from impala_llm.processes.supervised import RENDEZVOUS
 
 _SHARED_MEMORY = Path("/dev/shm")
 _NEEDED_BYTES = 2_000_000_000  # the model, two slots, what the bound is copied into

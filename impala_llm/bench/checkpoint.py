@@ -69,7 +69,7 @@ class Training:
         from transformers import AutoModelForCausalLM, LlamaConfig
 
         from impala_llm.learning.attention import SEGMENTS
-        from impala_llm.learning.checkpoint import Checkpointer
+        from impala_llm.learning.checkpoints.writer import Checkpointer
         from impala_llm.learning.model import PolicyModel
         from impala_llm.learning.optim import Optimizer
         from impala_llm.settings import LearnerConfig
@@ -112,7 +112,7 @@ class Training:
         }
 
     def ours(self) -> Callable[[], object]:
-        from impala_llm.learning.checkpoint import State, tensors_of
+        from impala_llm.learning.checkpoints.writer import State, tensors_of
 
         tensors = tensors_of(self.model, self.optimizer, is_main=True)
         policy, files = dict(self.model.policy_weights()), self.model.config_files({})

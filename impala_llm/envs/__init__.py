@@ -5,8 +5,8 @@ from impala_llm.envs.base import Suite
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.envs.extras import MissingPackage
 from impala_llm.plugs import ENVIRONMENTS, load
+from impala_llm.processes.stop_signals import ToldToStop
 from impala_llm.settings import EnvConfig
-from impala_llm.stop_signals import ToldToStop
 
 
 def make_suite(config: EnvConfig) -> Suite:

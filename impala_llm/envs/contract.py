@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from impala_llm.envs.base import AsyncSession, Script, Session, Split, Suite
-from impala_llm.limited_warnings import RateLimitedWarnings
-from impala_llm.stop_signals import ToldToStop
+from impala_llm.processes.limited_warnings import RateLimitedWarnings
+from impala_llm.processes.stop_signals import ToldToStop
 
 _LARGEST = float(np.finfo(np.float32).max)
 _LARGEST_REWARD = 1e6

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from impala_llm.checks.settings_checks import field_problems
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import SPLITS, Split, Suite
 from impala_llm.envs.single_turn import Result
 from impala_llm.plugs import ENVIRONMENTS, make_options, name_part
 from impala_llm.settings import EnvConfig, WebShopConfig
-from impala_llm.settings_checks import field_problems
 
 _MOST_TASKS = 1_000_000
 

@@ -29,7 +29,7 @@ from types import MappingProxyType
 from typing import IO, Any, BinaryIO
 
 from impala_llm.plugs import VERIFIERS, load
-from impala_llm.supervised import start_with_pipe
+from impala_llm.processes.supervised import start_with_pipe
 
 _START_TIMEOUT_S = 120.0
 _MOST_REPLY_BYTES = 1 << 20

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from impala_llm.envs.base import Split
-from impala_llm.limited_warnings import RateLimitedWarnings
+from impala_llm.processes.limited_warnings import RateLimitedWarnings
 
 _warnings = RateLimitedWarnings(interval_s=30.0)
 _ROUNDING = 1e-6  # scores that differ from 0 or 1 by less are those, but for the rounding of a sum

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from impala_llm.limited_warnings import RateLimitedWarnings
+from impala_llm.processes.limited_warnings import RateLimitedWarnings
 
 _log = logging.getLogger(__name__)
 _TICK_S = 1.0

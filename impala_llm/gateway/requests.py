@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from impala_llm.limited_warnings import RateLimitedWarnings
+from impala_llm.processes.limited_warnings import RateLimitedWarnings
 
 MOST_ANSWERS = 64
 """Limit of `n`, and of the answers to all prompts of a request."""

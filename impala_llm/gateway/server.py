@@ -21,8 +21,8 @@ from impala_llm.gateway.conversation import Position
 from impala_llm.gateway.episode import ContextFull, EpisodeOver, GatewayEpisode, Outcome
 from impala_llm.gateway.requests import MOST_ANSWERS, BadRequest, RequestReader, Wish, messages_of, prompts_of
 from impala_llm.gateway.tree import Answer
-from impala_llm.limited_warnings import RateLimitedWarnings
-from impala_llm.open_files import raise_limit
+from impala_llm.processes.limited_warnings import RateLimitedWarnings
+from impala_llm.processes.open_files import raise_limit
 
 MODEL = "policy"
 """Name of the model in answers; requests may name any."""

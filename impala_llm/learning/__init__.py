@@ -6,7 +6,6 @@
 - the model: model, attention, attention_choice, lora, products, scratch (a random one)
 - several ranks: parallel, tensor_parallel
 - weights out: publishing, policy_export
-- a run that lasts: saving, checkpoint, checkpoint_files, checkpoint_reader, past, resume, origin, training_time,
-  folder_owner, policy_files, policy_folders
+- a run that lasts: saving, checkpoints (a folder), origin, training_time, policy_files
 - cautions: warnings about settings that are likely to fail
 """

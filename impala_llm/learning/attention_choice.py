@@ -25,8 +25,8 @@ from impala_llm.engines.embedded.model_check import (
 from impala_llm.learning.attention import FLASH_2, FLEX, SEGMENTS
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks, reshard
+from impala_llm.processes.supervised import say
 from impala_llm.settings import LearnerConfig
-from impala_llm.supervised import say
 
 FLASH_3 = "flash_attention_3"
 _WORDS = {SEGMENTS: "segments", FLEX: "flex attention", FLASH_2: "flash attention 2", FLASH_3: "flash attention 3"}

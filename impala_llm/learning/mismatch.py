@@ -39,7 +39,7 @@ from impala_llm.algorithms.interface import MetricValue, PackedBatch
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import TokenBudget
 from impala_llm.learning.scoring import action_log_probs
-from impala_llm.limited_warnings import RateLimitedWarnings
+from impala_llm.processes.limited_warnings import RateLimitedWarnings
 from impala_llm.settings import Config
 from impala_llm.trajectory import Trajectory
 

@@ -124,7 +124,7 @@ class Optimizer:
     def state_dict(self) -> dict[str, Tensor]:
         """Moments and number of steps of every parameter, as `<parameter>.<moment>`; zeros before its first step.
 
-        Those of shares are DTensors; checkpoint.py writes each rank's shares, and any number of ranks reads them.
+        Those of shares are DTensors; checkpoints/writer.py writes each rank's, and any number of ranks reads them.
         """
         found: dict[str, Tensor] = {}
         for p, name in self._names.items():

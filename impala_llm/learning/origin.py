@@ -13,8 +13,7 @@ import torch
 from impala_llm.config import ConfigError
 from impala_llm.learning.attention_choice import choose_attention
 from impala_llm.learning.cautions import cautions, other_value_head
-from impala_llm.learning.checkpoint import POLICY
-from impala_llm.learning.checkpoint_files import (
+from impala_llm.learning.checkpoints.files import (
     FOLDER,
     RESERVED,
     VERSIONS,
@@ -26,15 +25,16 @@ from impala_llm.learning.checkpoint_files import (
     set_aside,
     update_of,
 )
-from impala_llm.learning.checkpoint_reader import CheckpointReader
+from impala_llm.learning.checkpoints.past import Past
+from impala_llm.learning.checkpoints.reader import CheckpointReader
+from impala_llm.learning.checkpoints.writer import POLICY
 from impala_llm.learning.lora import add_adapters, load_adapters, without_prefix
 from impala_llm.learning.model import VALUE_HEAD_FILE, PolicyModel
 from impala_llm.learning.parallel import Ranks
-from impala_llm.learning.past import Past
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.pipeline.weights.board import WeightReader
+from impala_llm.processes.supervised import say
 from impala_llm.settings import Config, model_directory, other_models
-from impala_llm.supervised import say
 
 _NONE, _NONE_WHOLE = -1, -2
 """In place of a checkpoint's update, between ranks: there is no checkpoint; there are, and all are damaged."""

@@ -28,7 +28,7 @@ from impala_llm.algorithms.interface import (
 from impala_llm.config import ConfigError
 from impala_llm.learning import packing, parallel
 from impala_llm.learning.packing import is_out_of_memory
-from impala_llm.supervised import say
+from impala_llm.processes.supervised import say
 
 _WATCHED_UPDATES = 5
 """A metric may come with some micro-batches or steps alone: it counts as missing after so many whole updates."""

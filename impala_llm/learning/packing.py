@@ -19,7 +19,7 @@ import torch
 
 from impala_llm.algorithms.interface import PackedBatch
 from impala_llm.learning.parallel import Ranks
-from impala_llm.supervised import say
+from impala_llm.processes.supervised import say
 from impala_llm.trajectory import Trajectory
 
 AUTO = "auto"

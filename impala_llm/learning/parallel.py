@@ -39,8 +39,8 @@ from impala_llm.config import ConfigError
 from impala_llm.learning.lora import adapter_tensors
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.tensor_parallel import divide
+from impala_llm.processes.supervised import RENDEZVOUS
 from impala_llm.settings import Config
-from impala_llm.supervised import RENDEZVOUS
 
 
 class Ranks:

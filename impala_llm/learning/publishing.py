@@ -46,13 +46,13 @@ from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.origin import board_dtype
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_export import PolicyExport
-from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.pipeline import LearnerEndpoint
 from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.pipeline.weights.board import SlotsInUse, WeightLease, WeightPublisher, WeightReader
+from impala_llm.processes.limited_warnings import RateLimitedWarnings
+from impala_llm.processes.stop_signals import Stopped
+from impala_llm.processes.supervised import report_progress
 from impala_llm.settings import Config
-from impala_llm.stop_signals import Stopped
-from impala_llm.supervised import report_progress
 
 PATIENCE_S = 1.0
 """Seconds that a learner waits for a slot of the board before it continues without publishing."""

@@ -18,7 +18,11 @@ import numpy as np
 from safetensors import SafetensorError
 
 from impala_llm.learning.batch_source import BatchSource
-from impala_llm.learning.checkpoint import (
+from impala_llm.learning.checkpoints.files import name_of
+from impala_llm.learning.checkpoints.past import Past
+from impala_llm.learning.checkpoints.policy_folders import replace_folder
+from impala_llm.learning.checkpoints.reader import CheckpointReader
+from impala_llm.learning.checkpoints.writer import (
     POLICY,
     Checkpointer,
     State,
@@ -27,21 +31,17 @@ from impala_llm.learning.checkpoint import (
     random_state,
     tensors_of,
 )
-from impala_llm.learning.checkpoint_files import name_of
-from impala_llm.learning.checkpoint_reader import CheckpointReader
 from impala_llm.learning.lora import is_adapted
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.parallel import Ranks
-from impala_llm.learning.past import Past
-from impala_llm.learning.policy_folders import replace_folder
 from impala_llm.learning.publishing import VersionPublisher
 from impala_llm.pipeline import LearnerEndpoint
 from impala_llm.pipeline.shm.record import record_bytes
 from impala_llm.pipeline.tickets.journal_rows import Row
-from impala_llm.programs import how_to_evaluate
+from impala_llm.processes.programs import how_to_evaluate
+from impala_llm.processes.supervised import SUPERVISED, say
 from impala_llm.settings import LearnerConfig
-from impala_llm.supervised import SUPERVISED, say
 
 _log = logging.getLogger(__name__)
 Tickets = tuple[Sequence[Row], Mapping[int, Callable[[], memoryview]]]

@@ -1,7 +1,7 @@
 """Messages about the actors of a run, for its terminal and log: actors that have joined, left, or were refused."""
 
 from impala_llm.pipeline.transport.receiver import Receiver
-from impala_llm.supervised import say
+from impala_llm.processes.supervised import say
 
 
 class ActorNews:

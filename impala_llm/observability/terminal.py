@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from impala_llm.supervised import SUPERVISED, tell
+from impala_llm.processes.supervised import SUPERVISED, tell
 
 PLAIN_INTERVAL_S = 10.0
 PATIENCE_S = 2.0

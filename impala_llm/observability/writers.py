@@ -33,7 +33,7 @@ from typing import Protocol
 from impala_llm.config import ConfigError
 from impala_llm.observability.metrics import describe
 from impala_llm.plugs import METRIC_WRITERS, load
-from impala_llm.supervised import say
+from impala_llm.processes.supervised import say
 
 METRICS_FILE = "metrics.jsonl"
 _TAIL_BYTES = 1 << 18

@@ -24,8 +24,8 @@ from impala_llm.pipeline.transport.no_receiver import NoReceiver
 from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits, SessionLimits
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from impala_llm.pipeline.weights.remote import serve_weights
+from impala_llm.processes.supervised import SUPERVISED
 from impala_llm.settings import Config, longest_record
-from impala_llm.supervised import SUPERVISED
 from impala_llm.trajectory import Trajectory
 
 _log = logging.getLogger(__name__)

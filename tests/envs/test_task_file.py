@@ -21,7 +21,7 @@ from impala_llm.envs.base import SPLITS
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.envs.scoring_process import ScoringError, ScoringProcess
 from impala_llm.envs.single_turn import SingleTurnSession
-from impala_llm.limited_warnings import RateLimitedWarnings
+from impala_llm.processes.limited_warnings import RateLimitedWarnings
 
 VERIFIERS = """
 import asyncio, os, sys, time

@@ -15,15 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from impala_llm.learning import checkpoint, checkpoint_files
-from impala_llm.learning.checkpoint import (
-    Checkpointer,
-    State,
-    load_random_state,
-    random_state,
-    tensors_of,
-)
-from impala_llm.learning.checkpoint_files import (
+from impala_llm.learning.checkpoints import files as checkpoint_files
+from impala_llm.learning.checkpoints import writer as checkpoint
+from impala_llm.learning.checkpoints.files import (
     CheckpointError,
     Manifest,
     Part,
@@ -33,7 +27,14 @@ from impala_llm.learning.checkpoint_files import (
     newest_whole,
     read_manifest,
 )
-from impala_llm.learning.checkpoint_reader import CheckpointReader
+from impala_llm.learning.checkpoints.reader import CheckpointReader
+from impala_llm.learning.checkpoints.writer import (
+    Checkpointer,
+    State,
+    load_random_state,
+    random_state,
+    tensors_of,
+)
 from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.optim import Optimizer
 from impala_llm.pipeline.shm.record import record_bytes
@@ -362,7 +363,7 @@ SMALL_DISK = 'mount -t tmpfs -o size=64k tmpfs "$0" && exec "$@"'
 ON_A_FULL_DISK = """
 import sys
 from pathlib import Path
-from impala_llm.learning.checkpoint_files import VersionMark
+from impala_llm.learning.checkpoints.files import VersionMark
 folder = Path(sys.argv[1])
 VersionMark(folder).reserve(0, 0)
 with (folder / "all of the room").open("wb", buffering=0) as file:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from impala_llm.learning import checkpoint, checkpoint_files
-from impala_llm.learning.checkpoint import Checkpointer, State
+from impala_llm.learning.checkpoints import files as checkpoint_files
+from impala_llm.learning.checkpoints import writer as checkpoint
+from impala_llm.learning.checkpoints.writer import Checkpointer, State
 from tests.learning.builders import save_lm
 from tests.learning.test_checkpoint import make, make_state, names, write
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from impala_llm.config import ConfigError
-from impala_llm.learning.folder_owner import FILE, FolderOwner, FolderTaken, wait_for_owner
+from impala_llm.learning.checkpoints.folder_owner import FILE, FolderOwner, FolderTaken, wait_for_owner
 
 BEAT_S = 0.02
 SILENCE_S = 0.3
@@ -117,8 +117,8 @@ def test_other_ranks_leave_the_folder_to_rank_0(tmp_path: Path) -> None:
 
 
 def test_a_dead_learner_of_this_host_is_not_waited_for(tmp_path: Path) -> None:
-    begin = f"FolderOwner(pathlib.Path({str(tmp_path)!r})).__enter__()"
-    code = f"import os, pathlib; from impala_llm.learning.folder_owner import FolderOwner; {begin}; os._exit(1)"
+    begin = "import os, pathlib; from impala_llm.learning.checkpoints.folder_owner import FolderOwner"
+    code = f"{begin}; FolderOwner(pathlib.Path({str(tmp_path)!r})).__enter__(); os._exit(1)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 1
     assert (tmp_path / FILE).exists() and wait(tmp_path) == []
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from impala_llm.config import load
 from impala_llm.learning.batch_source import BatchSource
-from impala_llm.learning.past import dealt
+from impala_llm.learning.checkpoints.past import dealt
 from impala_llm.pipeline.tickets.curriculum import Curriculum
 from impala_llm.pipeline.tickets.journal_rows import account
 from impala_llm.pipeline.tickets.task_order import TaskOrder

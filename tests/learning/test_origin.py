@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from impala_llm.config import load
-from impala_llm.learning.checkpoint_files import (
+from impala_llm.learning.checkpoints.files import (
     CheckpointError,
     Manifest,
     VersionMark,
@@ -17,7 +17,7 @@ from impala_llm.learning.checkpoint_files import (
     newest_whole,
     remove_old,
 )
-from impala_llm.learning.checkpoint_reader import CheckpointReader
+from impala_llm.learning.checkpoints.reader import CheckpointReader
 from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.origin import Origin, find_origin, make_model
 from impala_llm.learning.parallel import Ranks

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from impala_llm.learning.policy_folders import put_policies_back, replace_folder
+from impala_llm.learning.checkpoints.policy_folders import put_policies_back, replace_folder
 
 
 class Killed(BaseException):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
-from impala_llm.supervised import ALLOCATOR
+from impala_llm.processes.supervised import ALLOCATOR
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.learning.publishing import VersionPublisher
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from impala_llm.pipeline.weights.tensor_writing import TensorPart
-from impala_llm.stop_signals import Stopped
+from impala_llm.processes.stop_signals import Stopped
 from tests.learning.builders import save_lm
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from impala_llm.commands.preflight import check_training
 from impala_llm.config import ConfigError, load, to_yaml
-from impala_llm.kept_settings import keep_settings
-from impala_llm.learning.checkpoint_files import Manifest, VersionMark, manifest_bytes, name_of
-from impala_llm.learning.resume import Start, can_go_on, how_to_start
+from impala_llm.learning.checkpoints.files import Manifest, VersionMark, manifest_bytes, name_of
+from impala_llm.learning.checkpoints.kept_settings import keep_settings
+from impala_llm.learning.checkpoints.resume import Start, can_go_on, how_to_start
 from impala_llm.pipeline.shm.run_directory import RunDirectory, RunDirectoryError, find_run, remove_run_dir
 from impala_llm.pipeline.shm.store_header import sizes
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
-from impala_llm.preflight import check_training
 from impala_llm.settings import ReplayConfig
 
 

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from impala_llm.config import ConfigError, load
 from impala_llm.learner import Learner
-from impala_llm.learning import checkpoint
-from impala_llm.learning.checkpoint import Checkpointer
-from impala_llm.learning.checkpoint_files import checkpoints, newest_whole
-from impala_llm.learning.checkpoint_reader import CheckpointReader
+from impala_llm.learning.checkpoints import writer as checkpoint
+from impala_llm.learning.checkpoints.files import checkpoints, newest_whole
+from impala_llm.learning.checkpoints.reader import CheckpointReader
+from impala_llm.learning.checkpoints.resume import Start
+from impala_llm.learning.checkpoints.writer import Checkpointer
 from impala_llm.learning.lora import add_adapters
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import Optimizer
@@ -26,7 +27,6 @@ from impala_llm.learning.origin import Origin, make_model
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.learning.publishing import VersionPublisher
-from impala_llm.learning.resume import Start
 from impala_llm.learning.saving import Moment, Parts, Saving
 from impala_llm.pipeline.shm.run_directory import find_run, remove_run_dir
 from impala_llm.settings import Config, LearnerConfig, LoraConfig

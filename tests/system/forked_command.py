@@ -5,7 +5,7 @@ work and no start. It has the words, the directory, the environment and the file
 the process group and session of who has begun the server. /proc shows the server's command line and environment as its
 own; what it starts itself shows its own. Run as a program, this is the server: it answers each line of JSON with one.
 
-The fork server of a run (impala_llm/fork_server.py), which would import as much once more, is such a fork too, of the
+The fork server of a run (processes/fork_server.py), which would import as much once more, is such a fork too, of the
 command, and does what the program does: see `Standby`. One that dies is followed by the program, which also comes where
 a sitecustomize.py is to act. As users have it, test_fork_server.py shows it, and each run that is started as a program.
 """
@@ -26,8 +26,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from impala_llm.child_processes import FAMILY
-from impala_llm.supervised import ALLOCATOR, SUPERVISOR, die_with_parent
+from impala_llm.processes.child_processes import FAMILY
+from impala_llm.processes.supervised import ALLOCATOR, SUPERVISOR, die_with_parent
 
 ROOT = Path(__file__).parents[2]
 MARK = "IMPALA_LLM_TEST_RUN"
@@ -140,11 +140,8 @@ def serve() -> None:
     gc.disable()  # there is no garbage among what is imported
     import impala_llm.actor
     import impala_llm.algorithms.registry
-    import impala_llm.commands
-    import impala_llm.evaluate
-    import impala_llm.launch
-    import impala_llm.learner
-    import impala_llm.preflight  # noqa: F401
+    import impala_llm.commands.parser
+    import impala_llm.commands.preflight  # noqa: F401
 
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has no thread but the one that forks"
     gc.freeze()  # a fork that looks through all that was imported copies its memory
@@ -235,7 +232,7 @@ class Standby:
 def stand_by() -> None:
     """Fork the fork server that this process, a command that trains, will ask for."""
     from impala_llm import launch
-    from impala_llm.fork_server import ForkServer
+    from impala_llm.processes.fork_server import ForkServer
 
     standby = Standby()
 
@@ -253,7 +250,7 @@ def stand_by() -> None:
 
 def serve_forks(events: int) -> NoReturn:
     """The life of a run's fork server, from when it is told its environment, on standard input. events: descriptor."""
-    from impala_llm import fork_server
+    from impala_llm.processes import fork_server
 
     line = b""
     while not line.endswith(b"\n"):  # and no byte more: what follows is for the fork server

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-from impala_llm.supervised import RENDEZVOUS
+from impala_llm.processes.supervised import RENDEZVOUS
 
 ROOT = Path(__file__).parents[2]
 Start = Callable[[int, list[str]], "subprocess.CompletedProcess[str]"]

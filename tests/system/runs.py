@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from impala_llm.fork_server import can_fork
 from impala_llm.pipeline.shm.run_directory import remove_run_dir
+from impala_llm.processes.fork_server import can_fork
 from tests.system.forked_command import MARK, ForkedProcess, command_server
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from impala_llm.child_processes import FAMILY, Child, end
-from impala_llm.fork_server import ForkedProcess, ForkServer, can_fork
+from impala_llm.processes.child_processes import FAMILY, Child, end
+from impala_llm.processes.fork_server import ForkedProcess, ForkServer, can_fork
 from impala_llm.settings import PACKAGE
 from tests.system.runs import START_S, Run
 
@@ -135,7 +135,7 @@ def test_a_run_whose_fork_server_is_killed_goes_on_to_its_end(tmp_path: Path) ->
     with Run(tmp_path, "experiment=toy", "learner.total_updates=12", "pipeline.heartbeat_s=0.2") as run:
         supervisor = run.train(as_users_do=True)
         run.wait_for_updates(3)
-        [forker] = run.processes(str(PACKAGE / "fork_server.py"))
+        [forker] = run.processes(str(PACKAGE / "processes/fork_server.py"))
         assert {child.pid for child in forker.children()} == {
             process.pid for name in ("learner.py", "actor.py") for process in run.processes(str(PACKAGE / name))
         }

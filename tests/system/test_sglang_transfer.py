@@ -275,7 +275,7 @@ def test_a_server_killed_in_the_middle_of_a_transfer(rig: FedRig, monkeypatch: p
 
 def test_a_run_whose_learner_sends(tmp_path: Path) -> None:
     """Its servers play validation tasks beside training. That these are played greedily, test_sglang_engine.py and
-    test_evaluation_episodes.py show."""
+    tests/evaluation/test_episodes.py show."""
     settings = ("experiment=toy", "engine=sglang", "engine.transfer=distributed", f"engine.python={sglang_python()}")
     sizes = ("actor.num_actors=1", "actor.max_episodes=16", "learner.total_updates=20")
     with Run(tmp_path, *settings, *sizes, "evaluation.every_updates=10", "evaluation.run_tasks=50") as run:

@@ -11,10 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from impala_llm import child_processes, launch
-from impala_llm.child_processes import FAMILY, Child
+from impala_llm import launch
 from impala_llm.config import load
-from impala_llm.supervised import SUPERVISOR as SUPERVISOR_PID
+from impala_llm.processes import child_processes
+from impala_llm.processes.child_processes import FAMILY, Child
+from impala_llm.processes.supervised import SUPERVISOR as SUPERVISOR_PID
 
 SLEEP = "import time; time.sleep(600)"
 STUBBORN = """
@@ -92,8 +93,8 @@ def test_actors_alone_tell_whether_one_failed(
 SUPERVISOR = """
 import os, sys, time
 from pathlib import Path
-from impala_llm.child_processes import FAMILY, Child
-here = "from impala_llm.supervised import end_with_supervisor as follow; follow(); print('here', flush=True)"
+from impala_llm.processes.child_processes import FAMILY, Child
+here = "from impala_llm.processes.supervised import end_with_supervisor as follow; follow(); print('here', flush=True)"
 code = here + "; import time; time.sleep(600)"
 child = Child("child", [sys.executable, "-c", code], Path(sys.argv[1]), {**os.environ, FAMILY: "test-orphan"})
 child.start()
@@ -119,7 +120,7 @@ def test_a_child_ends_with_its_supervisor(tmp_path: Path) -> None:
 
 @pytest.mark.system
 def test_a_child_that_starts_after_its_supervisor_has_ended_ends_at_once() -> None:
-    code = "from impala_llm.supervised import end_with_supervisor; end_with_supervisor(); print('went on')"
+    code = "from impala_llm.processes.supervised import end_with_supervisor; end_with_supervisor(); print('went on')"
     environment = {**os.environ, SUPERVISOR_PID: "1"}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1 and "has ended" in ended.stderr and not ended.stdout
@@ -128,9 +129,8 @@ def test_a_child_that_starts_after_its_supervisor_has_ended_ends_at_once() -> No
 @pytest.mark.system
 def test_progress_is_what_a_child_has_reported_since_it_was_asked(tmp_path: Path) -> None:
     """More often than the pipe holds, and after that it dies."""
-    code = (
-        "from impala_llm.supervised import report_progress\nfor _ in range(100_000): report_progress()\nprint('ready')"
-    )
+    report = "from impala_llm.processes.supervised import report_progress"
+    code = f"{report}\nfor _ in range(100_000): report_progress()\nprint('ready')"
     child = make_child("child", code, tmp_path / "log")
     assert not child.has_worked()
     child.start()
@@ -204,7 +204,7 @@ def test_after_a_signal_the_last_line_of_a_log_does_not_stand_for_the_cause(tmp_
 
 LOGS = """
 import sys
-from impala_llm.supervised import end_with_supervisor
+from impala_llm.processes.supervised import end_with_supervisor
 end_with_supervisor()
 print("first")
 print("second\\nthird", file=sys.stderr)
@@ -230,7 +230,7 @@ def test_messages_arrive_whole_and_in_order_among_reports_of_progress(tmp_path: 
     """A message that does not fit into the pipe, by its own length or for all that is in there already, is lost and
     blocks nobody."""
     code = """
-from impala_llm.supervised import report_progress, say, tell
+from impala_llm.processes.supervised import report_progress, say, tell
 assert not tell(say="x" * 5000)
 say("one\\ntwo")
 report_progress()
@@ -258,7 +258,7 @@ def test_lines_on_the_pipe_of_a_child_that_are_no_messages_are_passed_over_with_
     """An environment has the descriptor too."""
     code = """
 import os
-from impala_llm.supervised import PROGRESS, report_progress, tell
+from impala_llm.processes.supervised import PROGRESS, report_progress, tell
 for line in (b"hello", b"5", b"[]", b"\\xff", b"", b"[" * 50_000, b'{"at_play": [' + b"9" * 400 + b", 1.5]}"):
     os.write(int(os.environ[PROGRESS]), line + b"\\n")
 report_progress()
@@ -278,7 +278,7 @@ def test_a_look_at_the_pipe_of_a_child_ends_while_the_child_floods_it() -> None:
     for line in (b".\n", b"."):
         code = f"""
 import os, signal
-from impala_llm.supervised import PROGRESS
+from impala_llm.processes.supervised import PROGRESS
 pipe = int(os.environ[PROGRESS])
 os.set_blocking(pipe, True)
 signal.alarm(20)

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from impala_llm.checks.known_models import num_positions
 from impala_llm.engines.base import EngineError, ServerUnfit
 from impala_llm.engines.sglang.guard import KEY_VARIABLE
-from impala_llm.known_models import num_positions
 from impala_llm.settings import PACKAGE
 
 HOST = "127.0.0.1"

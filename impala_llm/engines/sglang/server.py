@@ -29,7 +29,7 @@ from impala_llm.engines.sglang.launch_args import (
     command,
     environment,
 )
-from impala_llm.supervised import signal_name
+from impala_llm.processes.supervised import signal_name
 
 GUARD = Path(__file__).with_name("guard.py")
 POLL_S = 0.1

@@ -40,8 +40,8 @@ from impala_llm.hosts import (
     SECRET_SUFFIX,
     actor_secrets,
 )
-from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.pipeline.shm.run_directory import check_name
+from impala_llm.processes.limited_warnings import RateLimitedWarnings
 
 _FORMAT = "impala_llm CURVE key 1"
 _KEY_CHARACTERS = 40

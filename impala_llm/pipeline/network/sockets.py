@@ -18,9 +18,9 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from impala_llm.hosts import TcpEndpoint, check_bind, check_connect, is_in_file, resolve
-from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.pipeline.network.keys import ActorKeys
 from impala_llm.pipeline.network.zap_authenticator import ZAP_DOMAIN, ZapAuthenticator
+from impala_llm.processes.limited_warnings import RateLimitedWarnings
 
 _BACKLOG = 1024
 _CONNECT_MS = 5_000

@@ -24,8 +24,8 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.pipeline.network.keys import AuthorisedKeys, LearnerKeys
+from impala_llm.processes.limited_warnings import RateLimitedWarnings
 
 ZAP_DOMAIN = b"impala_llm"
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"

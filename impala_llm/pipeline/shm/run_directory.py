@@ -48,7 +48,7 @@ from impala_llm.pipeline.shm.owned_directory import (
 )
 from impala_llm.pipeline.shm.owned_directory import RunDirectoryError as RunDirectoryError
 from impala_llm.pipeline.shm.reserved_file import overwrite, reserve
-from impala_llm.supervised import SUPERVISED
+from impala_llm.processes.supervised import SUPERVISED
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -13,7 +13,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
 from impala_llm.hosts import is_loopback_url
-from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
 from impala_llm.pipeline.transport.actor_sockets import ActorSockets, Address
@@ -44,6 +43,7 @@ from impala_llm.pipeline.transport.messages import (
     run_id_of,
 )
 from impala_llm.pipeline.transport.sessions import ActorRefused, Session, SessionRegistry
+from impala_llm.processes.limited_warnings import RateLimitedWarnings
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 0.1

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from impala_llm.open_files import raise_limit
 from impala_llm.pipeline.shm import record_kernels
 from impala_llm.pipeline.shm.record import MAX_TOKENS
 from impala_llm.pipeline.shm.run_directory import RunDirectory
@@ -32,6 +31,7 @@ from impala_llm.pipeline.transport.leader_follower import LeaderFollower
 from impala_llm.pipeline.transport.message_loop import MessageLoop
 from impala_llm.pipeline.transport.messages import RUN_OVER
 from impala_llm.pipeline.transport.sessions import SessionLimits, SessionRegistry
+from impala_llm.processes.open_files import raise_limit
 from impala_llm.trajectory import Trajectory
 
 __all__ = ["Endpoints", "Receiver", "ReceiverError", "RecordLimits", "SessionLimits"]

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.pipeline.shm.ring import ArenaError, ArenaReader
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
@@ -20,6 +19,7 @@ from impala_llm.pipeline.transport.active_clock import ActiveClock
 from impala_llm.pipeline.transport.actor_sockets import Address
 from impala_llm.pipeline.transport.messages import Engines, Hello, WireError
 from impala_llm.pipeline.transport.offers import Offers
+from impala_llm.processes.limited_warnings import RateLimitedWarnings
 
 _log = logging.getLogger(__name__)
 _MAX_GAP_S = 0.5

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import zmq
 
-from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from impala_llm.pipeline.weights.relay_download import Download, FileChunk
 from impala_llm.pipeline.weights.relay_messages import (
@@ -38,6 +37,7 @@ from impala_llm.pipeline.weights.relay_messages import (
 )
 from impala_llm.pipeline.weights.relay_thread import RelayThread
 from impala_llm.pipeline.weights.slots import WeightsError
+from impala_llm.processes.limited_warnings import RateLimitedWarnings
 
 _POLL_S = 0.1
 

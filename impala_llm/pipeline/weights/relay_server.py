@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.weights.board import WeightLease, WeightReader
 from impala_llm.pipeline.weights.relay_messages import (
@@ -37,6 +36,7 @@ from impala_llm.pipeline.weights.relay_messages import (
 )
 from impala_llm.pipeline.weights.relay_thread import RelayThread
 from impala_llm.pipeline.weights.slots import WEIGHTS_FILE, WeightsError
+from impala_llm.processes.limited_warnings import RateLimitedWarnings
 
 _POLL_MS = 100
 

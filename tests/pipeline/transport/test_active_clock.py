@@ -2,8 +2,8 @@ import logging
 
 import pytest
 
-from impala_llm.limited_warnings import RateLimitedWarnings
 from impala_llm.pipeline.transport.active_clock import ActiveClock
+from impala_llm.processes.limited_warnings import RateLimitedWarnings
 
 
 def test_long_gaps_count_as_short_ones() -> None:

@@ -483,7 +483,7 @@ def test_the_silence_of_a_server_is_said_once_each_time(
 ) -> None:
     """However long it lasts: an actors' host may be up hours before the learner's."""
     minutes = itertools.count(0, 60)
-    monkeypatch.setattr("impala_llm.limited_warnings.time", SimpleNamespace(monotonic=lambda: next(minutes)))
+    monkeypatch.setattr("impala_llm.processes.limited_warnings.time", SimpleNamespace(monotonic=lambda: next(minutes)))
     is_silent = True
 
     def through(frames: list[bytes]) -> list[list[bytes]]:

@@ -1,0 +1,449 @@
+"""`impala-llm doctor`: looks at this host, and at how settings fit it; says of each part what is there, and what to do.
+
+The checks of the settings are those that `train` and `actors` make (preflight.py). In addition it checks what a start
+does not look at: versions, what torch makes of the GPUs, memory for the weights, a process group of two ranks.
+
+Invariant: it leaves nothing behind, and torch is imported by child processes alone.
+"""
+
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+from packaging.requirements import Requirement
+
+from impala_llm.commands.preflight import actors_checks, float32_bytes, reserved_bytes, training_checks
+from impala_llm.config import ConfigError, load, num_cores, threads_per_process
+from impala_llm.engines.sglang.launch_args import find_python
+from impala_llm.gpus import deal_gpus, visible_gpus, with_num_actors
+from impala_llm.hosts import TcpEndpoint, check_connect, rank_endpoint, resolve
+from impala_llm.launch import plan
+from impala_llm.observability.terminal import working
+from impala_llm.pipeline.network.listener import try_to_connect
+from impala_llm.pipeline.shm.run_directory import shared_memory
+from impala_llm.processes.child_processes import Child, end
+from impala_llm.settings import PACKAGE, Config, model_directory
+
+SHOWN_VERSIONS = ("torch", "transformers", "numpy", "pyzmq", "numba", "safetensors")
+CHILD_S = 180.0
+"""Seconds that a process which imports torch may take on a busy machine."""
+CONNECT_S = 5.0
+SPARE_FILES = 256
+"""Open files of a process beside those for each actor or request."""
+STATE_BYTES, FROZEN_BYTES = 16, 4
+"""Bytes a parameter in a learner rank: float32 weight, gradient, and AdamW's two moments; the weight alone."""
+
+TORCH_PROBE = """
+import json, torch
+found = {"version": torch.__version__, "cuda": torch.version.cuda, "built_for": torch.cuda.get_arch_list(), "gpus": []}
+for index in range(torch.cuda.device_count()):
+    facts = torch.cuda.get_device_properties(index)
+    gpu = {"name": facts.name, "gb": facts.total_memory / 1e9, "error": ""}
+    gpu["capability"] = f"{facts.major}.{facts.minor}"
+    try:
+        one = torch.ones(16, 16, device=f"cuda:{index}")
+        assert float((one @ one).sum()) == 4096.0, "a matrix product is wrong"
+    except Exception as error:
+        gpu["error"] = str(error).splitlines()[0]
+    found["gpus"].append(gpu)
+print(json.dumps(found))
+"""
+RANK_PROBE = """
+import sys
+from impala_llm.learning.parallel import Ranks
+ranks = Ranks(sys.argv[1], timeout_s=float(sys.argv[2]))
+total = ranks.sum([ranks.rank + 1.0])[0]
+ranks.close()
+sys.exit(0 if total == 3.0 else f"the ranks 1 and 2 have the sum {total}")
+"""
+CONFIG_PROBE = """
+import sys
+from transformers import AutoConfig, AutoTokenizer
+config = AutoConfig.from_pretrained(sys.argv[1], local_files_only=True)
+AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True)
+print(config.get_text_config().model_type)
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of the look at one part of the host."""
+
+    part: str
+    state: str
+    """State of the part, in words."""
+    problems: list[str] = field(default_factory=list)
+    """Problems, each with what to do; empty where there is none."""
+
+
+def main(overrides: Sequence[str], as_json: bool = False) -> int:
+    """Print what was found. Returns 1 where something is wrong, else 0.
+
+    Args:
+        overrides: settings, as for `config.load`.
+        as_json: print one JSON object: {"ok": bool, "findings": [{"part", "state", "problems"}]}.
+    """
+    with working("looking at this host"):
+        found = examine(overrides)
+    num_wrong = sum(bool(finding.problems) for finding in found)
+    is_ok = num_wrong == 0
+    if as_json:
+        print(json.dumps({"ok": is_ok, "findings": [asdict(finding) for finding in found]}, indent=2))
+        return 0 if is_ok else 1
+    width = max(len(finding.part) for finding in found)
+    for finding in found:
+        print(f"{'WRONG' if finding.problems else 'ok':5}  {finding.part:{width}}  {finding.state}".rstrip())
+        for problem in finding.problems:
+            print(f"{'':5}  {'':{width}}  -> {problem}")
+    print("nothing is wrong" if is_ok else f"{num_wrong} part{'s are' if num_wrong > 1 else ' is'} wrong")
+    return 0 if is_ok else 1
+
+
+def examine(overrides: Sequence[str]) -> list[Finding]:
+    """Look at the host, and at the settings on it; where these are refused, at the host alone."""
+    gpus = gpu_names()
+    torch = run_probe(TORCH_PROBE)
+    found = [versions(), processor_and_memory(), gpu_use(gpus, torch)]
+    try:
+        config, overrides = with_num_actors(load(overrides), overrides, visible_gpus())
+    except ConfigError as error:
+        return [*found, Finding("settings", "refused", [str(error)])]
+    is_learner = config.pipeline.connect is None or config.pipeline.bind is not None
+    checks = training_checks() if is_learner else actors_checks()
+    for part, functions in checks.items():
+        problems = [problem for check in functions for problem in check(config)]
+        state, more = DETAILS[part](config)
+        # If preflight has found the cause, its consequences are not reported as well.
+        found.append(Finding(part, state, problems or more))
+    found += [processes(config), open_files(config)]
+    if is_learner:
+        found += [learner_memory(config, torch), process_group(config, overrides, torch)]
+    return found
+
+
+# --- the host alone
+
+
+def versions() -> Finding:
+    """Python and the packages, against the ranges that this package was made for."""
+    shown = [f"{name} {version(name)}" for name in SHOWN_VERSIONS]
+    problems = []
+    try:
+        own, wanted_lines = version("impala_llm"), requires("impala_llm") or []
+    except PackageNotFoundError:
+        own, wanted_lines = "from its source folder", []
+        problems.append("impala_llm itself is not installed, so nobody knows what it needs: pip install -e .")
+    for line in wanted_lines:
+        wanted = Requirement(line)
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            there = version(wanted.name)
+        except PackageNotFoundError:
+            problems.append(f"{wanted.name} is not installed: pip install '{wanted}'")
+            continue
+        if not wanted.specifier.contains(there, prereleases=True):
+            problems.append(f"{wanted.name} {there} is not what was tried ({wanted}): pip install '{wanted}'")
+    return Finding(
+        "versions",
+        ", ".join([f"python {platform.python_version()}, impala_llm {own}", *shown]),
+        problems,
+    )
+
+
+def processor_and_memory() -> Finding:
+    """Cores and memory; both are for information."""
+    memory = psutil.virtual_memory()
+    cores = num_cores()
+    return Finding(
+        "cores, memory",
+        f"{cores} cores, {memory.total / 1e9:.1f} GB, {memory.available / 1e9:.1f} GB of them available",
+    )
+
+
+def gpu_names() -> list[str]:
+    """GPUs that the driver knows, whether torch can use them or not: name, memory, driver, compute capability."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = "--query-gpu=name,memory.total,driver_version,compute_cap"
+    listed = subprocess.run([tool, query, "--format=csv,noheader"], capture_output=True, text=True)
+    return listed.stdout.strip().splitlines() if listed.returncode == 0 else []
+
+
+def gpu_use(gpus: Sequence[str], torch: dict[str, Any]) -> Finding:
+    """Whether torch can use the GPUs.
+
+    Args:
+        gpus: see `gpu_names`.
+        torch: see TORCH_PROBE.
+    """
+    if error := torch.get("error"):
+        return Finding("GPUs", ", ".join(gpus) or "none", [f"torch cannot be imported ({error}): install it again"])
+    build = f"torch {torch['version']}" + (f" for CUDA {torch['cuda']}" if torch["cuda"] else " without CUDA")
+    if not gpus and not torch["gpus"]:
+        return Finding("GPUs", f"none: learner and engines compute on the CPU; {build}")
+    kinds = list(gpus) or [f"{gpu['name']}, {gpu['gb']:.0f} GB, {gpu['capability']}" for gpu in torch["gpus"]]
+    state = f"{len(kinds)}: {'; '.join(sorted(set(kinds)))} (name, memory, driver, compute capability); {build}"
+    if torch["cuda"] is None:
+        return Finding("GPUs", state, ["this torch is a CPU build: install its CUDA build, see tools/setup_venv.sh"])
+    if not torch["gpus"]:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        fix = (
+            f"CUDA_VISIBLE_DEVICES={hidden} hides them: unset it"
+            if hidden is not None
+            else f"the driver is too old for CUDA {torch['cuda']}, or this container was started without GPUs: "
+            "update the driver, or start it with --gpus all"
+        )
+        return Finding("GPUs", state, [f"torch finds none of them: {fix}"])
+    return Finding(
+        "GPUs",
+        state,
+        [
+            f"GPU {index}, {gpu['name']}, does not compute ({gpu['error']}): this torch is built for "
+            f"{', '.join(torch['built_for'])}, and the GPU is of capability {gpu['capability']}: install another build"
+            for index, gpu in enumerate(torch["gpus"])
+            if gpu["error"]
+        ],
+    )
+
+
+# --- settings on this host: what is there, and what preflight does not look at
+
+
+def run_folder(config: Config) -> tuple[str, list[str]]:
+    """The run's name and folder."""
+    folder = Path(config.run.dir)
+    return f"run {config.run.name!r} in {folder}" + ("" if folder.exists() else ", which will be made"), []
+
+
+def algorithm(config: Config) -> tuple[str, list[str]]:
+    """The credit and the loss."""
+    return f"{config.algorithm.loss.name} on {config.algorithm.credit.name}", []
+
+
+def environment(config: Config) -> tuple[str, list[str]]:
+    """The environment that is played."""
+    return config.env.name, []
+
+
+def model(config: Config) -> tuple[str, list[str]]:
+    """The policy's files, as transformers reads them."""
+    directory = model_directory(config.model.path)
+    if directory is None:
+        return f"{config.model.path}: made as the run begins", []
+    size = f"{float32_bytes(config.model.path) / 4e6:,.1f} M parameters"
+    kind = run_probe(CONFIG_PROBE, str(directory), as_json=False)
+    if error := kind.get("error"):
+        return f"{directory}, {size}", [f"model.path={config.model.path}: transformers cannot read it: {error}"]
+    return f"{directory}, kind {kind['said']}, {size}", []
+
+
+def device(config: Config) -> tuple[str, list[str]]:
+    """The GPUs of learner and actors."""
+    try:
+        shares = deal_gpus(config, visible_gpus())
+    except ConfigError as error:
+        return f"model.device={config.model.device}", [str(error)]
+    if not shares.learner and not any(shares.actors):
+        return f"model.device={config.model.device}: CPU", []
+    actors = [",".join(own) for own in shares.actors]
+    return f"GPU {','.join(shares.learner) or 'none'} for the learner, {' '.join(actors) or 'none'} for the actors", []
+
+
+def engine(config: Config) -> tuple[str, list[str]]:
+    """The engine, and where SGLang is."""
+    python = config.engine.python or find_python()
+    said = run_probe("from importlib.metadata import version; print(version('sglang'))", python=python, as_json=False)
+    sglang = f"SGLang {said['said']} with {python}" if said.get("said") else "SGLang is not installed"
+    if config.engine.name != "sglang":
+        return f"engine={config.engine.name}; {sglang}, not used", []
+    where = f"; servers at {', '.join(config.engine.urls)}" if config.engine.urls else ""
+    return f"engine=sglang; {sglang}{where}", []
+
+
+def keys(config: Config) -> tuple[str, list[str]]:
+    """The folder of keys."""
+    return config.pipeline.keys or "none: learner and actors are on this host", []
+
+
+def ports(config: Config) -> tuple[str, list[str]]:
+    """Ports of the learner: those here are tried by preflight, those elsewhere must answer."""
+    bind, connect, num_ranks = config.pipeline.bind, config.pipeline.connect, config.learner.num_ranks
+    if bind is not None:
+        return f"listening at {bind} to {rank_endpoint(bind, num_ranks)}", []
+    if connect is None:
+        return "none: actors on other hosts need pipeline.bind", []
+    problems = []
+    try:
+        first = resolve(rank_endpoint(connect, 0))
+        check_connect(first, has_keys=True)
+    except (OSError, ValueError) as error:
+        return f"learner at {connect}", [
+            f"pipeline.connect={connect}: there is no endpoint yet ({error}): start the learner"
+        ]
+    for offset in range(num_ranks + 1):
+        end = TcpEndpoint.parse(rank_endpoint(first, offset))
+        whose = f"rank {offset}" if offset < num_ranks else "the weight server"
+        try:
+            try_to_connect(end, CONNECT_S)
+        except OSError as error:
+            problems.append(
+                f"pipeline.connect={connect}: port {end.port}, of {whose}, cannot be reached ({error}): start the "
+                f"learner with pipeline.bind=tcp://0.0.0.0:{TcpEndpoint.parse(first).port} and open ports "
+                f"{TcpEndpoint.parse(first).port} to {TcpEndpoint.parse(rank_endpoint(first, num_ranks)).port}"
+            )
+            break  # the others have the same cause
+    return f"learner at {connect}" + ("" if first == connect else f", {first}"), problems
+
+
+def memory(config: Config) -> tuple[str, list[str]]:
+    """Shared memory."""
+    usage, needed = shutil.disk_usage(shared_memory()), sum(reserved_bytes(config).values())
+    free = f"{usage.total / 1e9:.1f} GB, {usage.free / 1e9:.1f} GB of them free"
+    return f"{shared_memory()}, {free}; these settings reserve {needed / 1e9:.1f} GB", []
+
+
+def disk(config: Config) -> tuple[str, list[str]]:
+    """Disk of the run's folder."""
+    folder = Path(config.run.dir).absolute()
+    there = next(part for part in (folder, *folder.parents) if part.is_dir())
+    return f"{shutil.disk_usage(there).free / 1e9:.1f} GB free at {there}", []
+
+
+DETAILS: dict[str, Callable[[Config], tuple[str, list[str]]]] = {
+    "run folder": run_folder,
+    "model": model,
+    "algorithm": algorithm,
+    "environment": environment,
+    "device": device,
+    "engine": engine,
+    "keys": keys,
+    "ports": ports,
+    "shared memory": memory,
+    "disk": disk,
+}
+"""By the part of `training_checks` and `actors_checks`."""
+
+
+def processes(config: Config) -> Finding:
+    """Processes on this host's cores."""
+    num_ranks = config.learner_processes_here
+    threads, number = threads_per_process(config), num_ranks + config.num_actors
+    cores = num_cores()
+    state = f"learner ranks: {num_ranks}, actors: {config.num_actors}, each with OpenMP threads: {threads}"
+    problems = []
+    if number > cores:
+        problems = [
+            f"{number} processes share {cores} cores: lower actor.num_actors={config.num_actors} (one plays "
+            f"{config.actor.max_episodes} episodes at once, actor.max_episodes) or learner.num_ranks={num_ranks}"
+        ]
+    return Finding("processes", state, problems)
+
+
+def open_files(config: Config) -> Finding:
+    """The limit of open files: a connection takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The learner raises its own limit as far as it may. An actor has a connection for each request to its server.
+    requests = config.actor.max_episodes if config.engine.name == "sglang" else 0
+    learner, actor = SPARE_FILES + 2 * config.num_actors, SPARE_FILES + requests
+    problems = []
+    if hard != resource.RLIM_INFINITY and hard < learner:
+        problems.append(f"actor.num_actors={config.num_actors} needs {learner} open files: ulimit -Hn {learner}")
+    if soft != resource.RLIM_INFINITY and soft < actor:
+        problems.append(f"actor.max_episodes={config.actor.max_episodes} needs {actor} open files: ulimit -n {actor}")
+    return Finding("open files", f"at most {soft}, {hard} if asked for", problems)
+
+
+def learner_memory(config: Config, torch: dict[str, Any]) -> Finding:
+    """Memory for weights, gradients and optimizer: what is certain, before any activation."""
+    parameters, learner, num_actors = float32_bytes(config.model.path) // 4, config.learner, config.num_actors
+    is_shared, has_adapters = learner.sharding == "fsdp2", config.model.lora.rank > 0
+    width = FROZEN_BYTES if has_adapters else STATE_BYTES  # adapters are small beside it
+    each = width * parameters / 1e9 / (learner.num_ranks if is_shared else learner.tensor_parallel)
+    state = f"{each:.1f} GB for weights, gradients and optimizer of a rank; activations come on top"
+    gpus = [] if config.model.device == "cpu" or learner.cpu_offload else torch.get("gpus", [])
+    where = f"model.path={config.model.path} with learner.num_ranks={learner.num_ranks}"
+    needed, there, whose = each, min((gpu["gb"] for gpu in gpus[: learner.num_processes]), default=0.0), "a GPU's"
+    if not gpus:
+        actors = num_actors * (2 if config.engine.dtype == "bfloat16" else 4) * parameters / 1e9
+        state += f"; {actors:.1f} GB for the weights of the actors' engines"
+        where += f" and actor.num_actors={num_actors}"
+        needed, there, whose = learner.num_processes * each + actors, psutil.virtual_memory().total / 1e9, "this host's"
+    problems = []
+    if needed > there:
+        fix = "" if is_shared else "set learner.sharding=fsdp2, with more ranks, or "
+        problems = [
+            f"{where} takes {needed:.1f} GB of {whose} {there:.1f} GB: {fix}take a smaller model or more memory"
+        ]
+    return Finding("model memory", state, problems)
+
+
+def process_group(config: Config, overrides: Sequence[str], torch: dict[str, Any]) -> Finding:
+    """Two ranks, started as the learner's are, sum a number: by NCCL where there are two GPUs, else by gloo."""
+    is_nccl = config.model.device != "cpu" and len(torch.get("gpus", [])) > 1
+    kind = "NCCL" if is_nccl else "gloo"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            learner = plan(config, overrides, ())[0]
+        except ConfigError as error:
+            return Finding("process group", "not tried", [str(error)])
+        environment = {**learner.environment, "PYTHONPATH": str(PACKAGE.parent)}
+        if is_nccl:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus()[:2])
+        command = [sys.executable, "-c", RANK_PROBE, "cuda" if is_nccl else "cpu", "60"]
+        ranks = Child("ranks", command, Path(folder) / "ranks.log", environment, 2, Path(folder))
+        interface = environment.get(f"{kind.upper()}_SOCKET_IFNAME")
+        state = f"{kind}, a sum over 2 ranks" + (f" over {interface}" if interface else "")
+        began = time.monotonic()
+        try:
+            ranks.start()
+            while ranks.poll() is None and time.monotonic() < began + CHILD_S:
+                time.sleep(0.05)
+            code = ranks.poll()
+        finally:
+            end([ranks], polite=False)
+        if code == 0:
+            return Finding("process group", f"{state} in {time.monotonic() - began:.1f} s with the start of both")
+        why = f"no answer in {CHILD_S:.0f} s" if code is None else f"exit code {code}"
+        fix = f"does {kind.upper()}_SOCKET_IFNAME name an interface of this host, and does a firewall let it through?"
+        return Finding("process group", state, [f"it failed ({why}{ranks.last_log_line()}): {fix}"])
+
+
+def run_probe(code: str, *arguments: str, python: str = sys.executable, as_json: bool = True) -> dict[str, Any]:
+    """Run Python code in a process of its own.
+
+    Returns:
+        The JSON object of its last line; without `as_json` {"said": that line}; {"error": why} where it failed. What
+        stands before is of others, such as a sitecustomize.
+    """
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONPATH" or python == sys.executable
+    }
+    try:
+        done = subprocess.run(
+            [python, "-c", code, *arguments], capture_output=True, errors="replace", timeout=CHILD_S, env=environment
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"error": str(error)}
+    if done.returncode != 0:
+        return {"error": (done.stderr.strip().splitlines() or ["it said nothing"])[-1]}
+    said = (done.stdout.strip().splitlines() or [""])[-1]
+    if not as_json:
+        return {"said": said}
+    try:
+        return dict(json.loads(said))
+    except (ValueError, TypeError):
+        return {"error": f"its last line {said!r} is no JSON object"}

@@ -1,0 +1,353 @@
+"""The commands of the console script `impala-llm`, their options and help. Settings: settings.py."""
+
+import dataclasses
+import difflib
+import shlex
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from importlib.metadata import version
+from pathlib import Path
+
+from impala_llm.checks.familiar_names import FAMILIAR_CHOICES
+from impala_llm.config import ConfigError, config_folder, load
+from impala_llm.engines.base import EngineError
+from impala_llm.envs.contract import EnvironmentFault
+from impala_llm.gpus import visible_gpus, with_num_actors
+from impala_llm.pipeline.shm.run_directory import RunDirectoryError
+from impala_llm.processes.programs import how_to_evaluate, program
+from impala_llm.settings import Config, model_directory
+
+USAGE = """\
+impala-llm train [--config FILE] [--dry-run] [key=value ...]
+    trains on this host: learner and actors, supervised
+impala-llm actors [--config FILE] [--num-actors N] [key=value ...]
+    starts actors alone, for a learner started elsewhere
+impala-llm evaluate [--config FILE] [--json] [key=value ...]
+    plays held-out tasks with a policy
+impala-llm new-env NAME
+    writes an environment to begin with, and its test, into this directory
+impala-llm demonstrate [--config FILE] [key=value ...]
+    records episodes of a script, a policy or a person
+impala-llm demonstrations FOLDER [--read N] [--min-score X] [--max-score X]
+        [--out NEW]
+    shows recorded episodes, and filters them
+impala-llm sft [--config FILE] [key=value ...]
+    warm start: a policy learns from recorded episodes
+impala-llm doctor [--config FILE] [--json] [key=value ...]
+    looks at this host: what is wrong, and what to do
+impala-llm bench NAME [--json] [--option value ...]
+    measures a part, beside others' (no NAME: the list)
+impala-llm keys --dir DIR [--actors NAME,NAME,...]
+    makes keys for actors on other hosts
+impala-llm --version
+
+`impala-llm COMMAND --help` says more; `impala-llm train --help WORD` shows the
+settings that have WORD in their key or meaning, `--help .` all of them.
+Start with: impala-llm train experiment=quickstart"""
+
+HELP = {
+    "train": """\
+impala-llm train [--config FILE] [--dry-run] [key=value ...]
+
+Starts a learner and its actors on this host, starts again what dies, and ends
+when training has ended. With actor.num_actors=0 the learner waits for actors
+that `impala-llm actors` starts, here or on other hosts.
+  --config FILE   settings from a YAML file, such as the config.yaml in a run's
+                  folder; the same as experiment=FILE
+  --dry-run       check settings, model and host, print the settings that have
+                  an effect and every process, and start nothing""",
+    "actors": """\
+impala-llm actors [--config FILE] [--num-actors N] [key=value ...]
+
+Starts actors for a learner that was started by hand on this host, or on the one
+that pipeline.connect names. Both sides need the same settings. Ends when the
+learner says stop (status 0), or when an actor is lost for good or finds its
+learner gone (status 1).
+  --config FILE     settings from a YAML file; the same as experiment=FILE
+  --num-actors N    the same as actor.num_actors=N; with engine=sglang the
+                    default is one for each share of the GPUs""",
+    "evaluate": """\
+impala-llm evaluate [--config FILE] [--json] [key=value ...]
+
+Plays held-out tasks greedily and prints scores, intervals and some episodes to
+read, with the rules and scripts that the environment has for comparison, and
+with evaluation.start the difference to the policy it began as. The policy is
+that of model.path; with the config.yaml of a run's folder, and no model.path
+beside it, the one that the run has learned.
+  --config FILE   settings from a YAML file; the same as experiment=FILE
+  --json          print the result as JSON""",
+    "demonstrate": """\
+impala-llm demonstrate [--config FILE] [key=value ...]
+
+Records episodes into demonstrations.dir, as trajectories and as text: of the
+environment's script, of model.path (demonstrations.player=policy), or of a
+person at this terminal (demonstrations.player=person; Ctrl-D ends). The same
+command again adds those that are missing. See docs/demonstrations.md.
+  --config FILE   settings from a YAML file; the same as experiment=FILE""",
+    "sft": """\
+impala-llm sft [--config FILE] [key=value ...]
+
+Warm start: model.path learns from the demonstrations in sft.data, or from those
+that `impala-llm demonstrate` records with these settings. The result,
+sft.dir/policy, is a Hugging Face directory with tokenizer and value head:
+`impala-llm train model.path=DIRECTORY` goes on from it. Ctrl-C saves, and the
+same command again goes on. See docs/demonstrations.md.
+  --config FILE   settings from a YAML file; the same as experiment=FILE""",
+    "doctor": """\
+impala-llm doctor [--config FILE] [--json] [key=value ...]
+
+Looks at versions, GPUs, memory, shared memory, disk, ports, keys, model, SGLang
+and a process group of two ranks, with the settings of a run: what is there,
+whether it is right, and what to do. Status 1 where something is wrong.
+With pipeline.connect it looks at the host of actors, else at the learner's.
+  --config FILE   settings from a YAML file; the same as experiment=FILE
+  --json          print the result as JSON""",
+}
+SETTINGS_HELP = (
+    "`impala-llm {} --help WORD` shows the settings that have WORD in their key or meaning, with default, range and "
+    "meaning; `--help learner.` those of a part, `--help .` all. docs/settings.md is the same list. Parts, with how "
+    "many settings each has: {}."
+)
+FLAGS = {"train": "--dry-run", "evaluate": "--json", "doctor": "--json"}
+
+
+def run_command(words: Sequence[str]) -> int:
+    """Do what the words of the command line say. Returns the exit code."""
+    command, rest = (words[0], list(words[1:])) if words else ("", [])
+    if command in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if command == "--version":
+        print(f"impala-llm {version('impala_llm')}")
+        return 0
+    if command == "bench":
+        from impala_llm.bench.frame import main as bench
+
+        return bench(rest)
+    if command == "keys":
+        from impala_llm.pipeline.network.keys import main as keys
+
+        return keys(rest)
+    if command == "demonstrations":
+        from impala_llm.demonstrations import main as demonstrations
+
+        return demonstrations(rest)
+    if command == "new-env":
+        from impala_llm.commands.new_environment import main as new_environment
+
+        return new_environment(rest)
+    if command not in HELP:
+        close = difflib.get_close_matches(command, (*HELP, "bench", "keys", "demonstrations", "new-env"), n=1)
+        close = close or (["train"] if "=" in command else [])
+        hint = f"did you mean `impala-llm {close[0]}`? " if close else ""
+        unknown = f"impala-llm: unknown command {command!r}: {hint}`impala-llm --help` lists them"
+        print(unknown if command else USAGE, file=sys.stderr)
+        return 2
+    if "-h" in rest or "--help" in rest:
+        before = ["", *rest]  # of a setting or an option's value nothing is searched
+        free = [word for last, word in zip(before, rest, strict=False) if last not in ("--config", "--num-actors")]
+        return show_help(command, next((word for word in free if not word.startswith("-") and "=" not in word), ""))
+    commands: dict[str, Callable[[Config, list[str], bool], int]] = {
+        "train": train,
+        "actors": actors,
+        "evaluate": evaluate,
+        "demonstrate": demonstrate,
+        "sft": sft,
+    }
+    try:
+        flagged, overrides = options(command, rest)
+        if command == "doctor":
+            from impala_llm.commands.doctor import main as doctor
+
+            return doctor(overrides, as_json=flagged)
+        config = load(overrides)
+        if command in ("train", "actors"):
+            config, overrides = with_num_actors(config, overrides, visible_gpus())
+        return commands[command](config, overrides, flagged)
+    except (ConfigError, EngineError, EnvironmentFault, RunDirectoryError) as error:
+        print(f"impala-llm: {error}", file=sys.stderr)
+        return 2
+
+
+def show_help(command: str, word: str) -> int:
+    """Print what the command does, or the settings that have the word in key or meaning. Returns the exit code."""
+    from impala_llm.commands.settings_reference import parts, reference
+
+    width = min(shutil.get_terminal_size((80, 24)).columns, 120)
+    if not word:
+        counts = ", ".join(f"{part} ({number})" for part, number in parts().items())
+        print(f"{HELP[command]}\n\n{textwrap.fill(SETTINGS_HELP.format(command, counts), width)}")
+        return 0
+    if settings := reference(word, width):
+        print(settings)
+        return 0
+    unknown = f"impala-llm: no setting has {word!r} in its key or meaning: see `impala-llm {command} --help`"
+    print(unknown, file=sys.stderr)
+    return 2
+
+
+def options(command: str, words: Sequence[str]) -> tuple[bool, list[str]]:
+    """Whether the command's flag is among the words, and the settings, as Hydra's words. Raises ConfigError."""
+    flagged, overrides = False, []
+    given = iter(words)
+    for word in given:
+        option, equals, value = word.partition("=")
+        if word == FLAGS.get(command):
+            flagged = True
+        elif option == "--config" or (option == "--num-actors" and command == "actors"):
+            value = value if equals else next(given, "")
+            if not value:
+                raise ConfigError(f"{option} needs a value: see `impala-llm {command} --help`")
+            if option == "--config" and Path(value).suffix not in (".yaml", ".yml"):
+                raise ConfigError(f"--config {value}: give a file with settings whose name ends in .yaml")
+            overrides.append(f"actor.num_actors={value}" if option == "--num-actors" else f"experiment={value}")
+        elif word.startswith("-"):
+            following = next(given, "")
+            is_value = following and not following.startswith("-") and "=" not in following
+            setting = setting_for(option.lstrip("-"), value or (following if is_value else "VALUE"))
+            hint = f"write {setting}" if setting else f"see `impala-llm {command} --help`"
+            raise ConfigError(f"{word} is no option of this command: {hint}")
+        else:
+            overrides.append(word)
+    if len(sources := [word for word in overrides if word.startswith("experiment=")]) > 1:
+        raise ConfigError(
+            f"{' and '.join(sources)} are two sources of settings (--config FILE means experiment=FILE): leave one out"
+        )
+    keys = [word.lstrip("+").partition("=")[0] for word in overrides]
+    if twice := [word for key, word in dict(zip(keys, overrides, strict=True)).items() if keys.count(key) > 1]:
+        print(f"impala-llm: given more than once, the last one counts: {' '.join(twice)}", file=sys.stderr)
+    return flagged, overrides
+
+
+def setting_for(name: str, value: str) -> str:
+    """The words that mean what an option of this name would; empty where there is no such setting."""
+    if name == "model" and not any(path.stem == value for path in (config_folder() / name).iterdir()):
+        name = "model.path"
+    is_setting = "." in name or name in ("experiment", "algorithm", "env", "model", "engine", "replay")
+    return f"{name}={FAMILIAR_CHOICES.get(f'{name}={value}'.lower(), value)}" if is_setting else ""
+
+
+def train(config: Config, overrides: list[str], is_dry: bool) -> int:
+    """Train, then show before and after if `evaluation.before_and_after`; or only say what would be started."""
+    from impala_llm.observability.terminal import working
+
+    if is_dry:
+        from impala_llm.launch import dry_run
+
+        print(dry_run(config, overrides), flush=True)  # and, beside it, what refuses the start
+    with working("checking settings, model and host"):
+        from impala_llm.commands.preflight import check_training
+        from impala_llm.launch import BAD_SETTINGS, discard_lost_output, supervise
+
+        check_training(config)
+    if is_dry:
+        return 0
+
+    code = supervise(config, overrides)
+    folder = Path(config.run.dir)
+    if code == 0 and config.evaluation.before_and_after:
+        with working("loading what evaluates the policy"):
+            from impala_llm.evaluate import compare
+        try:
+            compare(config)
+        except (KeyboardInterrupt, SystemExit):
+            print("impala-llm: the evaluation was interrupted; training has finished, and its policy is saved")
+            print(how_to_evaluate(folder), flush=True)
+            raise
+    if code != BAD_SETTINGS and (folder / "policy").is_dir():
+        print(how_to_evaluate(folder))
+    parts = [name for name in ("policy", "policy-best", "logs", "tensorboard") if (folder / name).is_dir()]
+    if "tensorboard" in parts and "tensorboard" in config.run.metric_writers:
+        print(f"see its curves: {program('tensorboard')} --logdir {shlex.quote(str(folder))}")
+    print(f"impala-llm: {', '.join(parts)} are in {folder}")
+    discard_lost_output()
+    return code
+
+
+def actors(config: Config, overrides: list[str], _flagged: bool) -> int:
+    """Actors alone."""
+    from impala_llm.commands.preflight import check_actors
+    from impala_llm.launch import supervise_actors
+
+    check_actors(config)
+
+    return supervise_actors(config, overrides)
+
+
+def evaluate(config: Config, overrides: list[str], as_json: bool) -> int:
+    """Play held-out tasks."""
+    from impala_llm.observability.terminal import working
+
+    with working("loading what evaluates the policy"):
+        from impala_llm.commands.preflight import check_evaluation, unfit_policy
+        from impala_llm.evaluate import main as evaluate_policy
+
+    learned, folder = learned_policy(overrides), Path(config.run.dir)
+    if learned is not None:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(learned)))
+        print(f"impala-llm: playing what the run has learned, {learned}; model.path plays another", file=sys.stderr)
+    elif model_directory(f"{folder}/policy") and not any(w.startswith(("model=", "model.path=")) for w in overrides):
+        print(f"impala-llm: playing the policy that training starts from; {how_to_evaluate(folder)}", file=sys.stderr)
+    check_evaluation(config)
+    if (reason := unfit_policy(config)) is not None:
+        print(f"impala-llm: {reason}", file=sys.stderr)
+
+    return evaluate_policy(config, as_json=as_json)
+
+
+def demonstrate(config: Config, overrides: list[str], _flagged: bool) -> int:
+    """Record demonstrations."""
+    from impala_llm.demonstrations import describe, read
+
+    folder = recorded(config)
+    if found := list(read(folder)):
+        print(f"{folder}: {describe(found)}")
+        print(f"read some: {program('impala-llm')} demonstrations {shlex.quote(str(folder))} --read 3")
+    return 0
+
+
+def sft(config: Config, overrides: list[str], _flagged: bool) -> int:
+    """Warm start."""
+    from impala_llm.commands.preflight import check_warm_start
+    from impala_llm.sft import main as warm_start
+
+    check_warm_start(config)
+    folders = [Path(folder).expanduser() for folder in config.sft.data]
+    return warm_start(config, folders or [recorded(config)])
+
+
+def recorded(config: Config) -> Path:
+    """Record what is missing of the configured demonstrations. Returns their folder."""
+    from impala_llm.commands.preflight import check_recording
+    from impala_llm.demonstrate import record
+    from impala_llm.observability.terminal import working
+
+    check_recording(config)
+    with nullcontext() if config.demonstrations.player == "person" else working("recording demonstrations"):
+        return record(config)
+
+
+def learned_policy(overrides: Sequence[str]) -> Path | None:
+    """The policy beside the config.yaml of a run's folder, if the settings come from there and name no other one.
+
+    Raises:
+        ConfigError: the run has saved none, so that its start would be taken for what it has learned.
+    """
+    given = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
+    file = Path(given.get("experiment", "")).expanduser()
+    policy = file.parent / "policy"
+    if file.name != "config.yaml" or given.keys() & {"model", "model.path"}:
+        return None
+    if model_directory(str(policy)) is not None:
+        return policy
+    if not (file.parent / "logs").is_dir():
+        return None  # a file of settings, and no run's folder
+    checkpoints = sorted((file.parent / "checkpoints").glob("update-*[0-9]/policy"))
+    other = f"model.path={checkpoints[-1]}" if checkpoints else "model.path=DIRECTORY"
+    raise ConfigError(
+        f"{policy} is not there: the run in {file.parent} has saved no policy, which it does at its end; "
+        f"{other} plays another"
+    )

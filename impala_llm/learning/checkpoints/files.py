@@ -1,0 +1,351 @@
+"""Checkpoints on disk: where they lie, which of them are whole, which are kept. No torch here.
+
+    <run.dir>/checkpoints/update-000123/    one checkpoint, named by the updates of the run so far
+        manifest.json                       written last: what it is of, every file with its size and CRC-32, and in
+                                            which file, and where, each tensor lies
+        policy/                             a plain Hugging Face directory with the value head beside it
+        rank-0.safetensors                  what else rank 0 holds in tensors: moments of the optimizer, shares
+        rank-0.msgpack                      the rest of its state: tickets, replay, control, random numbers
+        rank-0.records                      its trajectories, end to end, as record.py has them
+                                            (with tensor parallelism: of each process, those that lead a rank first)
+    <run.dir>/checkpoints/update-000124.damaged/    one that was not whole when a learner went on from an older one
+    <run.dir>/checkpoints/best              a link to the best one by evaluation
+    <run.dir>/checkpoints/versions.json     up to which version the run may have published, and how many
+                                            times it has gone on from a checkpoint alone
+
+Invariant: a folder named update-* was whole when it got its name: it is written under another, brought to the disk and
+then renamed. What has happened to the disk since is found by sizes and checksums before it is used.
+"""
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from impala_llm.processes.limited_warnings import RateLimitedWarnings
+
+FORMAT = 1
+FOLDER = "checkpoints"
+MANIFEST = "manifest.json"
+BEST = "best"
+VERSIONS = "versions.json"
+NEW = ".new"
+"""Suffix of a checkpoint that is being written."""
+REPLACED = ".old"
+"""Suffix of a checkpoint while another of the same update takes its name; it counts where none has it."""
+DAMAGED = ".damaged"
+"""Suffix of a checkpoint that is damaged and was passed over. It no longer counts as a checkpoint, and is kept for
+inspection."""
+RESERVED = 256
+"""Versions that are reserved at a time: so many may be left out when a host is lost."""
+_NAME = re.compile(r"update-(\d+)(?:\.old)?")
+_CHUNK = 16 << 20
+_MARK_BYTES = 128
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be used. The message says which file, and why."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a piece of a tensor lies: the tensor `key` in `file`, which begins at `offsets` of the whole one."""
+
+    file: str
+    key: str
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Contents of a checkpoint."""
+
+    path: Path = field(compare=False)
+    update: int
+    """Updates of the run so far."""
+    version: int
+    """Version of its weights."""
+    run_id: int
+    num_ranks: int
+    minutes_used: float
+    """Minutes used of learner.max_minutes."""
+    files: Mapping[str, tuple[int, int]]
+    """Size and CRC-32, by path within the folder."""
+    tensors: Mapping[str, tuple[Part, ...]]
+    patience: int = 0
+    """`evaluation.patience` that has ended the run; 0: it has not."""
+
+    def verify(self) -> None:
+        """Read all files. Raises CheckpointError where one is missing or differs."""
+        for name, expected in self.files.items():
+            if (found := checksum(self.path / name)) != expected:
+                what = "is missing" if found is None else f"has {found[0]} bytes, not {expected[0]}"
+                what = "has another checksum" if found and found[0] == expected[0] else what
+                raise CheckpointError(f"{name} {what}")
+
+
+def checkpoints(run_folder: Path) -> list[Path]:
+    """Folders of a run's checkpoints, the newest first."""
+    folder = run_folder / FOLDER
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if os.path.isdir(folder) else []
+    found = [path for path in found if path.suffix != REPLACED or not path.with_suffix("").exists()]
+    return sorted(found, key=update_of, reverse=True)
+
+
+def update_of(path: Path) -> int:
+    """Updates that a checkpoint's folder is named by."""
+    return int(path.name.removesuffix(REPLACED).partition("-")[2])
+
+
+def name_of(update: int) -> str:
+    """Name of the folder of a checkpoint."""
+    return f"update-{update:06d}"
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read a manifest, and nothing else. Raises CheckpointError where none of this format is whole."""
+    try:
+        values = json.loads((path / MANIFEST).read_bytes())
+        if values["format"] != FORMAT:
+            raise CheckpointError(f"{MANIFEST} has format {values['format']}, this program reads {FORMAT}")
+        if values.pop("crc32", None) not in (None, _crc(values)):  # earlier releases wrote none
+            raise CheckpointError(f"{MANIFEST} has another checksum")
+        if path.name.removesuffix(REPLACED) != name_of(values["update"]):
+            raise CheckpointError(f"{MANIFEST} is of update {values['update']}")
+        return Manifest(
+            path,
+            int(values["update"]),
+            int(values["version"]),
+            int(values["run_id"]),
+            int(values["num_ranks"]),
+            float(values["minutes_used"]),
+            {name: (int(size), int(crc)) for name, (size, crc) in values["files"].items()},
+            {
+                name: tuple(Part(file, key, tuple(offsets)) for file, key, offsets in parts)
+                for name, parts in values["tensors"].items()
+            },
+            int(values.get("patience", 0)),
+        )
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{MANIFEST} cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{MANIFEST} is damaged ({error!r})") from error
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """A manifest as the file that `read_manifest` reads."""
+    names = ("update", "version", "run_id", "num_ranks", "minutes_used", "patience")
+    values: dict[str, Any] = {"format": FORMAT, **{name: getattr(manifest, name) for name in names}}
+    values["files"] = {name: list(entry) for name, entry in manifest.files.items()}
+    values["tensors"] = {
+        name: [[part.file, part.key, list(part.offsets)] for part in parts] for name, parts in manifest.tensors.items()
+    }
+    return json.dumps(values | {"crc32": _crc(values)}, indent=1).encode()
+
+
+def _crc(values: dict[str, Any]) -> int:
+    """Checksum of what a manifest holds beside it."""
+    return zlib.crc32(json.dumps(values).encode())
+
+
+def newest_whole(run_folder: Path, verifies: bool = True) -> tuple[Manifest | None, list[str]]:
+    """Find the newest checkpoint that can be used.
+
+    Args:
+        verifies: read all of its files; else its manifest alone.
+
+    Returns:
+        It, or None; and a reason for each newer one that cannot be used, with its name.
+    """
+    passed_over: list[str] = []
+    for path in checkpoints(run_folder):
+        try:
+            manifest = read_manifest(path)
+            if verifies:
+                manifest.verify()
+            return manifest, passed_over
+        except CheckpointError as error:
+            passed_over.append(f"{path.name}: {error}")
+    return None, passed_over
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is none: else it would count among those that are kept.
+
+    Returns:
+        Its new path. An earlier one of that name is removed.
+    """
+    target = path.with_name(path.name + DAMAGED)
+    shutil.rmtree(target, ignore_errors=True)
+    path.rename(target)
+    best = path.with_name(BEST)
+    if best.is_symlink() and os.readlink(best) == path.name:
+        best.unlink()
+    return target
+
+
+def remove_unfinished(run_folder: Path, but: Path | None = None) -> list[str]:
+    """Remove what a process that died amid a checkpoint left. Returns the names of these checkpoints.
+
+    One that was about to be replaced has its name again.
+
+    Args:
+        but: folder of the one that is being written.
+    """
+    folder = run_folder / FOLDER
+    for path in list(folder.glob(f"update-*{REPLACED}")):
+        if path.with_suffix("").exists():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.rename(path.with_suffix(""))
+    found = [path for path in sorted(folder.glob(f"update-*{NEW}")) if path != but]
+    for path in found:
+        shutil.rmtree(path, ignore_errors=True)
+    return [path.name.removesuffix(NEW) for path in found]
+
+
+def remove_old(run_folder: Path, num_kept: int) -> list[str]:
+    """Remove all checkpoints but the newest ones and the best. Returns what cannot be removed, and why."""
+    best, failed = best_of(run_folder), []
+    for path in checkpoints(run_folder)[num_kept:]:
+        if path.name != best:
+            # Renamed first: what is half removed is no checkpoint.
+            gone = path.with_name(path.name + NEW)
+            try:
+                path.rename(gone)
+            except OSError as error:
+                failed.append(f"{path} cannot be removed ({error.strerror})")
+            else:
+                shutil.rmtree(gone, ignore_errors=True)
+    return failed
+
+
+def best_of(run_folder: Path) -> str | None:
+    """Name of the best checkpoint; None where none was marked."""
+    try:
+        return os.readlink(run_folder / FOLDER / BEST)
+    except OSError:
+        return None
+
+
+def mark_best(run_folder: Path, name: str) -> None:
+    """Let `best` mean this checkpoint from now on."""
+    new = run_folder / FOLDER / (BEST + NEW)
+    new.unlink(missing_ok=True)
+    new.symlink_to(name)
+    new.rename(run_folder / FOLDER / BEST)
+
+
+class VersionMark:
+    """Up to which version a run may have published, on the disk that has its checkpoints.
+
+    A host that is lost takes along what it has published since its last checkpoint. The learner that goes on must use
+    none of these versions again, since engines may still have them: it begins above the mark. A learner that ends in
+    order sets the mark to its last version, so that the next one goes on without a gap.
+
+    Args:
+        folder: of the checkpoints.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / VERSIONS
+        self._warnings = RateLimitedWarnings(60.0)
+        try:
+            values = json.loads(self._path.read_bytes())
+            self.reserved, self.ahead = int(values["reserved"]), int(values["ahead"])
+            self.life: int | None = int(values.get("life", 0))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            self.reserved, self.ahead, self.life = -1, 0, None
+        """Highest version that may have been published, -1: not known; by how much versions are ahead of updates; how
+        many times the run has gone on from a checkpoint alone, None: not known."""
+
+    def unused(self, version: int) -> int:
+        """First number for the weights of a checkpoint of this version: its own, unless later ones may be known."""
+        reserved = self.reserved if self.reserved >= 0 else version + RESERVED
+        return version if reserved <= version else reserved + 1
+
+    def begin_life(self) -> None:
+        """Note that the run goes on from a checkpoint alone: what it has left in any host's shared memory is stale."""
+        self._write(self.reserved, self.ahead, (self.life or 0) + 1)
+
+    def reserve(self, version: int, ahead: int) -> None:
+        """Make sure, on the disk, that this version may be published. Where it cannot be written that is only said."""
+        if version > self.reserved or ahead != self.ahead:
+            self._write(version + RESERVED, ahead)
+
+    def end(self, version: int) -> None:
+        """Note that the run has ended in order, with a checkpoint of this version, its last."""
+        self._write(version, self.ahead)
+
+    def _write(self, reserved: int, ahead: int, life: int | None = None) -> None:
+        life = (self.life or 0) if life is None else life
+        # Of one length, so that one can be written over another.
+        content = json.dumps({"reserved": reserved, "ahead": ahead, "life": life}).encode().ljust(_MARK_BYTES)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                write_file(self._path, [content])
+            except OSError:
+                self._overwrite(content)
+            else:
+                sync(self._path.parent)
+        except OSError as error:
+            self._warnings.log(
+                "the versions of the run cannot be noted",
+                f"{self._path}: {error.strerror}; training goes on, but if this host is lost now, versions above "
+                f"{self.reserved} may be used twice: make room on that disk",
+            )
+            return
+        self.reserved, self.ahead, self.life = reserved, ahead, life
+
+    def _overwrite(self, content: bytes) -> None:
+        """Write over the file that is there: on a full disk that needs no room, where the file system does not copy."""
+        with self._path.open("r+b", buffering=0) as file:
+            file.write(content)  # within one block, and so whole or not at all
+            os.fsync(file.fileno())
+
+
+def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, int]:
+    """Write a file to the disk; nobody sees half of it under its name. Returns its size and CRC-32."""
+    new = path.with_name(path.name + NEW)
+    size = crc = 0
+    with new.open("wb", buffering=0) as file:
+        for piece in pieces:
+            view = memoryview(piece).cast("B")
+            for start in range(0, len(view), _CHUNK):
+                chunk = view[start : start + _CHUNK]
+                crc = zlib.crc32(chunk, crc)
+                while len(chunk):
+                    chunk = chunk[file.write(chunk) :]
+            size += len(view)
+        os.fsync(file.fileno())
+    new.rename(path)
+    return size, crc
+
+
+def checksum(path: Path) -> tuple[int, int] | None:
+    """Size and CRC-32 of a file; None where it cannot be read."""
+    size = crc = 0
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    except OSError:
+        return None
+    return size, crc
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

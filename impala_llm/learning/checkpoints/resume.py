@@ -1,0 +1,282 @@
+"""Decision whether a run begins, goes on or is refused, by `run.resume` and what its folders hold. No torch here.
+
+Invariant: the decision changes nothing; whoever asks acts on it before anybody else can.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from impala_llm.checks.idle_settings import in_force
+from impala_llm.config import ConfigError, plain
+from impala_llm.learning.checkpoints.files import FOLDER, Manifest, VersionMark, newest_whole
+from impala_llm.learning.checkpoints.folder_owner import RUN_FIX, wait_for_owner
+from impala_llm.learning.checkpoints.kept_settings import keep_settings
+from impala_llm.pipeline.shm.run_directory import (
+    Left,
+    RunDirectoryError,
+    find_run,
+    run_path,
+    shared_memory,
+)
+from impala_llm.pipeline.shm.store_header import settings_of
+from impala_llm.processes.supervised import LOST_OWNER, SUPERVISED
+from impala_llm.settings import Config, holds_run, leaves, model_directory, written
+from impala_llm.writable_folders import try_to_write, writing_to
+
+_MUST_AGREE = (
+    *("model.path", "model.scratch.", "model.value_hidden_size", "model.lora", "env."),
+    *("agent.name", "agent.command", "agent.tasks", "agent.num_tasks"),
+    *("algorithm.group_size", "run.seed"),  # tickets are of an order of tasks that both determine
+)
+"""Settings, and beginnings of settings, without which a saved state means nothing."""
+_SAME_RUN = (
+    *(*_MUST_AGREE, "algorithm.", "model.value_trunk_gradient"),
+    *("engine.temperature", "engine.top_p", "engine.max_length"),  # of the distribution of stored log-probabilities
+)
+"""Settings by which `auto` tells the same command from another experiment in the same folder."""
+_OF_THE_COMMAND = ("run.resume", "run.dir", "run.name")
+"""Settings that say where and how a run goes on, and not how it trains."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start of a run."""
+
+    take_over: bool = False
+    """From what a dead learner has left in shared memory, where that is newer than a checkpoint."""
+    run_id: int | None = None
+    """Number of the run whose checkpoint it goes on from; None: it is a new run."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the user."""
+    lost_owner: str | None = None
+    """For `FolderOwner`."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run goes on; else it begins."""
+        return self.take_over or self.run_id is not None
+
+
+def how_to_start(config: Config) -> Start:
+    """Look at the folders of a run.
+
+    Raises:
+        ConfigError: it can neither begin nor go on; the message says why, and what would.
+        RunDirectoryError: a living process has a run of this name.
+    """
+    folder, name, resume = Path(config.run.dir), config.run.name, config.run.resume
+    found = find_run(name)
+    found = found if found is not None and found.is_of_learner else None
+    if not _holds_run(folder):
+        return _without_folder(config, found)
+    left = found if found is not None and found.output == str(folder.resolve()) else None
+    where = f"run.dir={folder} holds a run already"
+    trained = folder / "policy"
+    onward = f" (model.path={trained} goes on from its policy)" if model_directory(str(trained)) else ""
+    anew = f"set another run.name, and run.dir where it is given{onward}"
+    if resume is False:
+        raise ConfigError(f"{where}, and two would be mixed: {anew}, or leave run.resume=false out to go on with it")
+    notes = []
+    if found is not None and left is None:
+        notes.append(_removed_of_another(name, found))
+    stale = "" if left is None else _stale(config, folder, left)
+    # Before shared memory is discarded the checkpoint must be whole; else the learner looks at its files.
+    checkpoint, passed_over = newest_whole(folder, verifies=bool(stale))
+    if stale and checkpoint is None:
+        raise ConfigError(f"{where}, and nothing to go on from: {stale}, and no checkpoint is whole; {anew}")
+    if stale and checkpoint is not None:
+        left = None
+        notes.append(f"{stale}: that is discarded, and the run goes on from checkpoint {checkpoint.path.name}")
+    if left is None and checkpoint is None:
+        if resume is True:
+            raise ConfigError(_nothing_left(config))
+        damaged = f" ({'; '.join(passed_over)})" if passed_over else ""
+        raise ConfigError(f"{where}, without a checkpoint to go on from{damaged}: {anew}, or remove the folder")
+    differing = _differing(config, folder)
+    if differing is None and resume is not True:
+        raise ConfigError(
+            f"{where}, and {folder / 'config.yaml'} cannot be read, with which the settings are compared: restore it, "
+            f"{anew}, or set run.resume=true to go on without"
+        )
+    differing = differing or []
+    if refused := [found for found in differing if found[0].startswith(_MUST_AGREE if resume is True else _SAME_RUN)]:
+        key, before, now = refused[0][0], written(refused[0][1]), written(refused[0][2])
+        others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        is_fatal = any(key.startswith(_MUST_AGREE) for key, *_ in refused)
+        way = "" if is_fatal else ", or set run.resume=true to go on so"
+        raise ConfigError(f"{where}, with {key}={before} and not {now}{others}: {anew}, or put it back{way}")
+    if left is not None:
+        _check_sizes(config, left, checkpoint)
+    if left is None and checkpoint is not None and (limit := _finished(config, checkpoint)):
+        raise ConfigError(f"{where}, which has finished at update {checkpoint.update}: raise {limit}, or {anew}")
+    if changed := [found for found in differing if found[0] not in _OF_THE_COMMAND]:
+        settings = "; ".join(f"{key}={written(now)}, before {written(before)}" for key, before, now in changed)
+        notes.append(f"going on with {settings}")
+    return Start(
+        take_over=left is not None, run_id=None if checkpoint is None else checkpoint.run_id, notes=tuple(notes)
+    )
+
+
+def can_go_on(config: Config) -> bool:
+    """Return whether the same command would go on with a run that has been stopped."""
+    try:
+        return how_to_start(config).goes_on
+    except (ConfigError, RunDirectoryError):
+        return False
+
+
+def begin(config: Config, say: Callable[[str], object]) -> Start:
+    """Decide on the start of a run, and write the settings of one that begins.
+
+    Args:
+        say: takes sentences for the user.
+
+    Raises:
+        ConfigError: two runs would be mixed, a learner has the folder, or it cannot be written to.
+        RunDirectoryError: another learner of this run is alive.
+    """
+    lost = wait_for_owner(Path(config.run.dir), say, RUN_FIX)
+    start = how_to_start(config)
+    for note in start.notes:
+        say(note)
+    if start.goes_on:  # its learner writes its settings, once it has accepted them
+        with writing_to(f"run.dir={config.run.dir}"):
+            try_to_write(Path(config.run.dir))
+    else:
+        keep_settings(config)
+    return replace(start, lost_owner=lost)
+
+
+def check_folder(config: Config) -> Start:
+    """Return the start of a learner, see `begin`. A supervisor, or rank 0, has decided on it for others."""
+    if SUPERVISED in os.environ or os.environ.get("RANK", "0") != "0":
+        return Start(lost_owner=os.environ.get(LOST_OWNER))
+    return begin(config, lambda text: print(f"learner: {text}", flush=True))
+
+
+def _holds_run(folder: Path) -> bool:
+    """Return whether a run has written into the folder. Raises ConfigError where this user may not look."""
+    try:
+        return holds_run(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={folder} cannot be read ({error.strerror}): name another folder, or let this user enter it"
+        ) from None
+
+
+def _without_folder(config: Config, left: Left | None) -> Start:
+    """Decide on the start of a run whose folder on the disk holds none. left: what shared memory has of its name."""
+    run, folder = config.run, run_path(config.run.name)
+    is_own = left is not None and left.output in (None, str(Path(run.dir).resolve()))
+    if run.resume is not True:
+        if left is None:
+            return Start()
+        own = f"{_removed(run.name)}: run.resume=true would have gone on with it"
+        return Start(notes=(own if is_own else _removed_of_another(run.name, left),))
+    if left is None:
+        raise ConfigError(_nothing_left(config))
+    if not is_own:
+        raise ConfigError(
+            f"run.resume=true: what lies in {folder} is of run.dir={left.output}, and not {run.dir}: set run.dir to "
+            "the former to go on with it, or another run.name"
+        )
+    if reason := _of_other_ranks(config, left):
+        raise ConfigError(f"run.resume=true: {reason}, and {run.dir} has no checkpoint: put learner.num_ranks back")
+    _check_sizes(config, left, None)
+    return Start(take_over=True)
+
+
+def _removed(name: str) -> str:
+    return f"what an earlier learner of run {name!r} left in shared memory is removed, and its actors are told to end"
+
+
+def _removed_of_another(name: str, left: Left) -> str:
+    output = left.output or "unknown"
+    return f"{_removed(name)}: it is of run.dir={output}, and another run.name would have kept it"
+
+
+def _check_sizes(config: Config, left: Left, checkpoint: Manifest | None) -> None:
+    """Raise ConfigError where what is left of the run in shared memory has other sizes than these settings."""
+    settings = dict(leaves(config))
+    for key, before in settings_of(left.run.replay_path()).items():
+        if settings[key] != before:
+            way = "" if checkpoint is None else f", or remove that folder to go on from {checkpoint.path.name}"
+            raise ConfigError(
+                f"{key}={settings[key]}: the run in run.dir={config.run.dir} goes on from {run_path(config.run.name)}, "
+                f"which was left with {key}={before}: put this value back{way}"
+            )
+
+
+def _stale(config: Config, folder: Path, left: Left) -> str:
+    """Return the reason why a run cannot go on from what is left of it in shared memory; empty where it can."""
+    newest, _ = newest_whole(folder, verifies=False)
+    if newest is not None and newest.run_id != left.run.run_id:
+        return f"what lies in {shared_memory()} is of another run"
+    life = VersionMark(folder / FOLDER).life
+    if left.life is not None and life is not None and left.life != life:
+        return f"the run has gone on elsewhere since it left what lies in {shared_memory()}"
+    return _of_other_ranks(config, left)
+
+
+def _of_other_ranks(config: Config, left: Left) -> str:
+    """Return a sentence where tickets in shared memory are of another number of ranks; empty where they are not."""
+    num_ranks = config.learner.num_ranks
+    if left.num_ranks in (None, num_ranks):
+        return ""
+    return f"what lies in {shared_memory()} is of learner.num_ranks={left.num_ranks}, and not {num_ranks}"
+
+
+def _nothing_left(config: Config) -> str:
+    """Return the reason why a run cannot be resumed."""
+    folder = Path(config.run.dir)
+    trained = folder / "policy"
+    onward = f", or train its policy further with model.path={trained} and another run.name" if trained.is_dir() else ""
+    return (
+        f"run.resume=true: nothing of run {config.run.name!r} is left in {shared_memory()}, nor a checkpoint in "
+        f"{folder}, to go on from; leave run.resume out{onward}"
+    )
+
+
+def _differing(config: Config, folder: Path) -> list[tuple[str, object, object]] | None:
+    """Settings in force that the run in the folder had otherwise: (key, its value, ours). None: they cannot be read."""
+    try:
+        text = (folder / "config.yaml").read_text()
+        before: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=True) if yaml.safe_load(text) else None
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException):
+        return None
+    if not isinstance(before, dict):
+        return None
+    found: list[tuple[str, object, object]] = []
+    compared = in_force(before, config)
+    for key, now in leaves(config):
+        value, is_there = compared, True
+        for part in key.split("."):
+            is_there = isinstance(value, dict) and part in value
+            if not is_there:
+                break
+            value = value[part]
+        now = plain(now)  # as the file has it
+        # What an earlier release did not know had no other value.
+        if is_there and value != now:
+            found.append((key, value, now))
+    return found
+
+
+def _finished(config: Config, checkpoint: Manifest) -> str:
+    """The setting that keeps a run from going on; empty where none does."""
+    learner = config.learner
+    if checkpoint.update >= learner.total_updates:
+        return f"learner.total_updates={learner.total_updates}"
+    if learner.max_minutes is not None and checkpoint.minutes_used >= learner.max_minutes:
+        return f"learner.max_minutes={learner.max_minutes:g}"
+    patience = config.evaluation.patience
+    if patience is not None and patience <= checkpoint.patience:
+        return f"evaluation.patience={patience}"
+    return ""

@@ -1,0 +1,448 @@
+"""Checkpoints of the learner: all that it needs to go on, written in the background. Read by reader.py.
+
+A checkpoint has two kinds of state. Tensors (weights, moments) are large and change with each optimizer step: a thread
+copies them to host memory while the learner goes on, and the learner waits for the copy before it changes them. All
+else (tickets, trajectories, replay, control, random numbers) is taken at the moment of the call.
+
+Nothing is pickled. torch.distributed.checkpoint pickles its metadata and, over several ranks, its plans; here each rank
+writes what it holds in safetensors, of tensors that are shared its shares, and the manifest says where each piece lies
+in the whole. So any number of ranks can read what any other number has written. Ranks meet in the folder and not in
+collectives: they can also write it while they are being ended.
+
+Invariant: a checkpoint that cannot be written leaves the earlier ones as they are, and the run goes on.
+"""
+
+import json
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgpack
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from impala_llm.engines.embedded.model_weights import SAFETENSORS_NAMES
+from impala_llm.learning.checkpoints.files import (
+    FOLDER,
+    MANIFEST,
+    NEW,
+    REPLACED,
+    CheckpointError,
+    Manifest,
+    Part,
+    VersionMark,
+    checksum,
+    manifest_bytes,
+    mark_best,
+    name_of,
+    read_manifest,
+    remove_old,
+    remove_unfinished,
+    sync,
+    write_file,
+)
+from impala_llm.learning.checkpoints.files import checkpoints as folders_of
+from impala_llm.learning.checkpoints.policy_folders import put_policies_back
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.optim import Optimizer
+from impala_llm.learning.parallel import is_shared
+from impala_llm.pipeline.weights.safetensors_layout import plan
+from impala_llm.processes.supervised import say
+
+_log = logging.getLogger(__name__)
+POLICY = "policy"
+_WEIGHTS = f"{POLICY}/model.safetensors"
+_ARRAY = 1
+"""Code of an array in msgpack."""
+_RANKS_TIMEOUT_S = 120.0
+"""Seconds that rank 0 waits for what the others write."""
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class State:
+    """State of a rank at the end of an update.
+
+    Attributes:
+        update, version, run_id, minutes_used, patience: see `Manifest`.
+        plain: numbers, strings, lists, dicts and arrays.
+        records: trajectories by `unroll_id`, each as a function that returns its bytes; cleared once they are copied.
+        tensors: that this rank alone writes, or its share of; by name. They are copied later.
+        policy: weights of the plain Hugging Face export, by the names there; of rank 0 alone.
+        files: of the export beside its weights, by name.
+    """
+
+    update: int
+    version: int
+    run_id: int
+    minutes_used: float
+    plain: Mapping[str, Any]
+    records: dict[int, Callable[[], bytes | memoryview]]
+    tensors: Mapping[str, Tensor]
+    policy: Mapping[str, Tensor] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    patience: int = 0
+
+
+def tensors_of(model: PolicyModel, optimizer: Optimizer, is_main: bool, exports: bool = True) -> dict[str, Tensor]:
+    """Weights that learn, and their moments, that a process has to save: of those that all hold alike, rank 0.
+
+    Args:
+        exports: whether no process before this one holds the same shares.
+    """
+    found = {f"model.{name}": tensor for name, tensor in learned(model).items()}
+    found |= {f"optimizer.{name}": tensor for name, tensor in optimizer.state_dict().items()}
+    return {name: t.detach() for name, t in found.items() if is_main or (exports and is_shared(t))}
+
+
+def learned(model: PolicyModel) -> dict[str, Tensor]:
+    """Tensors of a model but those that stay as they were at its start, beside adapters."""
+    state = model.state_dict(keep_vars=True)
+    return {name: t.detach() for name, t in state.items() if t.requires_grad or not isinstance(t, nn.Parameter)}
+
+
+def random_state() -> dict[str, Any]:
+    """State of torch's generators, of the CPU and the GPU in use."""
+    found = {"cpu": torch.get_rng_state().numpy()}
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_rng_state().numpy()
+    return found
+
+
+def load_random_state(state: Mapping[str, Any]) -> None:
+    """Restore `random_state`, as far as the devices are there."""
+    torch.set_rng_state(torch.from_numpy(state["cpu"].copy()))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.from_numpy(state["cuda"].copy()))
+
+
+class Stateful(Protocol):
+    """A part of the learner with a state of plain numbers, strings, lists, dicts and arrays."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> object: ...
+
+
+class Checkpointer:
+    """Writes the checkpoints of a run. One for each rank, for one thread.
+
+    Args:
+        run_folder: `run.dir`.
+        num_kept: newest checkpoints that stay; 0: none is written.
+        rank: of this process; from `num_ranks` on it shares one with another process.
+        num_processes: that write; None: one for each rank.
+    """
+
+    def __init__(
+        self, run_folder: Path, num_kept: int, rank: int = 0, num_ranks: int = 1, num_processes: int | None = None
+    ) -> None:
+        self._run_folder, self._num_kept = run_folder, num_kept
+        self._folder = run_folder / FOLDER
+        self._rank, self._num_ranks, self._num_processes = rank, num_ranks, num_processes or num_ranks
+        self._thread: threading.Thread | None = None
+        self._is_copied = threading.Event()
+        self._is_copied.set()
+        self._is_written = False
+        self._best: tuple[int, float] | None = None
+        self._wants_best = False
+        self._names = threading.Lock()
+        """Held while the best one is marked, or old ones are removed: what is marked is there."""
+        self.versions = VersionMark(self._folder)
+
+    @property
+    def is_on(self) -> bool:
+        return self._num_kept > 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last checkpoint that was begun could not be written."""
+        return self._thread is not None and not self.is_busy and not self._is_written
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a checkpoint should be written soon: the best policy so far is in none.
+
+        After a checkpoint that could not be written it is False, so that a full disk is not tried at each update: the
+        next checkpoint that is due by time or number holds that policy.
+        """
+        return self._wants_best and not self.is_busy and not self.has_failed
+
+    def begin(self) -> None:
+        """Remove what a process that died amid a checkpoint left, and say so; put back a policy that it was replacing.
+        On rank 0, before others write."""
+        put_policies_back(self._run_folder)
+        for name in remove_unfinished(self._run_folder):
+            say(f"learner: checkpoint {name} is half-written, since its learner died, and is removed")
+
+    def remove_parts(self) -> None:
+        """Remove what ranks have left of checkpoints that failed. On rank 0, while no rank writes one."""
+        remove_unfinished(self._run_folder)
+
+    def export_folder(self, update: int) -> Path:
+        """Folder in which ranks that share the policy put its plain export before they call `save`."""
+        return self._folder / (name_of(update) + NEW) / POLICY
+
+    def save(self, state: State) -> bool:
+        """Begin to write a checkpoint.
+
+        The tensors must not change before `wait_until_copied` has returned.
+
+        Returns:
+            Whether it was begun: not while another is being written, nor where checkpoints are off.
+        """
+        if not self.is_on or self.is_busy:
+            return False
+        self._is_copied.clear()
+        self._is_written = False
+        self._thread = threading.Thread(target=self._write, args=(state,), name="checkpoint", daemon=True)
+        self._thread.start()
+        return True
+
+    def wait_until_copied(self) -> None:
+        """Return once tensors may change again."""
+        self._is_copied.wait()
+
+    def wait(self) -> bool:
+        """Return once nothing is being written. Returns whether the last checkpoint that was begun is on the disk."""
+        if self._thread is not None:
+            self._thread.join()
+        return self._is_written
+
+    def mark_best(self, version: int, score: float) -> None:
+        """Keep the checkpoint of this version, and no longer the one that was the best before. On rank 0.
+
+        Where there is none of this version the next one counts, and one is written soon. What the folder refuses is
+        only said.
+
+        Args:
+            score: in the evaluation that it was the best of.
+        """
+        with self._names:
+            self._best, self._wants_best = (version, score), False
+            try:
+                for path in folders_of(self._run_folder):
+                    with suppress(CheckpointError):
+                        if read_manifest(path).version == version:
+                            mark_best(self._run_folder, path.name)
+                            return
+            except OSError as error:
+                self._say_unmarked(error)
+                return
+            self._wants_best = self.is_on
+
+    def mark_best_if_wanted(self, name: str, version: int) -> None:
+        """Mark a checkpoint as the best one, where the best policy so far is in none. On rank 0."""
+        with self._names:
+            # One that was being written when a later version turned out to be the best is not it.
+            if self._wants_best and self._best is not None and version >= self._best[0]:
+                self._wants_best = False
+                try:
+                    mark_best(self._run_folder, name)
+                except OSError as error:
+                    self._say_unmarked(error)
+
+    # --- the thread
+
+    def _write(self, state: State) -> None:
+        target = self._folder / name_of(state.update)
+        aside = target.with_name(target.name + NEW)
+        try:
+            try:
+                copied = _Copied(state)
+            finally:
+                self._is_copied.set()
+            if self._rank == 0:
+                # Parts that other ranks have written of a checkpoint that failed.
+                remove_unfinished(self._run_folder, but=aside)
+            aside.mkdir(parents=True, exist_ok=True)
+            mine = self._write_part(state, copied, aside)
+            del copied
+            if self._rank == 0:
+                self._finish(state, mine, aside, target)
+            self._is_written = True
+        except Exception as error:  # a full disk, as a rule; whatever it is, the run goes on
+            if self._rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+            reason = " ".join((error.strerror if isinstance(error, OSError) and error.strerror else str(error)).split())
+            kept = next((path.name for path in folders_of(self._run_folder)), None)
+            stays = f"{kept} stays the newest" if kept else "there is none yet"
+            say(f"learner: checkpoint {target.name} cannot be written to {self._folder} ({reason}): {stays}")
+            if not isinstance(error, OSError | CheckpointError):
+                _log.exception("a checkpoint could not be written")
+
+    def _write_part(self, state: State, copied: "_Copied", aside: Path) -> "_Written":
+        """Write the files of this rank."""
+        written = _Written()
+        prefix = f"rank-{self._rank}"
+        exported = aside / POLICY
+        if state.policy:
+            exported.mkdir()
+            for name, content in state.files.items():
+                written.files[f"{POLICY}/{name}"] = write_file(aside / POLICY / name, [content])
+            named = {key: (key, t) for key, t in copied.policy.items()}
+            written.files[_WEIGHTS] = _write_tensors(aside / _WEIGHTS, named)
+        elif self._rank == 0 and exported.is_dir():  # written by all ranks together
+            for path in exported.rglob("*"):
+                sync(path)
+                if (found := checksum(path)) is not None:
+                    written.files[str(path.relative_to(aside))] = found
+        own = {name: (name, t) for name, t in copied.tensors.items() if name not in copied.exported}
+        written.files[f"{prefix}.safetensors"] = _write_tensors(aside / f"{prefix}.safetensors", own)
+        for name, offsets in copied.offsets.items():
+            file, key = (
+                (_WEIGHTS, copied.exported[name]) if name in copied.exported else (f"{prefix}.safetensors", name)
+            )
+            written.tensors[name] = [Part(file, key, offsets)]
+        records = copied.records
+        written.files[f"{prefix}.records"] = write_file(aside / f"{prefix}.records", records.values())
+        index = [[number, len(record)] for number, record in records.items()]
+        packed = msgpack.packb({**state.plain, "records": index}, default=_pack)
+        written.files[f"{prefix}.msgpack"] = write_file(aside / f"{prefix}.msgpack", [packed])
+        if self._rank:
+            write_file(aside / f"{prefix}.json", [written.to_bytes()])
+        return written
+
+    def _finish(self, state: State, written: "_Written", aside: Path, target: Path) -> None:
+        """Write the manifest once all ranks have written theirs, give the checkpoint its name, and remove old ones."""
+        deadline = time.monotonic() + _RANKS_TIMEOUT_S
+        for rank in range(1, self._num_processes):
+            path = aside / f"rank-{rank}.json"
+            while not path.exists():
+                if time.monotonic() > deadline:
+                    raise CheckpointError(f"rank {rank} has not written its part for {_RANKS_TIMEOUT_S:.0f} s")
+                time.sleep(_POLL_S)
+            written.add(path.read_bytes())
+            path.unlink()
+        tensors = {name: tuple(parts) for name, parts in written.tensors.items()}
+        facts = (state.update, state.version, state.run_id, self._num_ranks, state.minutes_used)
+        write_file(aside / MANIFEST, [manifest_bytes(Manifest(aside, *facts, written.files, tensors, state.patience))])
+        for folder in (aside / POLICY, aside):
+            if folder.is_dir():
+                sync(folder)
+        # Of the same update there is one where a learner has gone on from it and ended at once.
+        replaced = target.with_name(target.name + REPLACED)
+        if target.exists():
+            target.rename(replaced)
+        aside.rename(target)
+        sync(self._folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+        self.mark_best_if_wanted(target.name, state.version)
+        with self._names:
+            failed = remove_old(self._run_folder, self._num_kept)
+        for reason in failed:
+            say(f"learner: checkpoint {reason}: remove it by hand, or let this user do so")
+
+    def _say_unmarked(self, error: OSError) -> None:
+        say(
+            f"learner: the best checkpoint cannot be marked in {self._folder} ({error.strerror}), and goes as others "
+            "do: let this user make links there"
+        )
+
+
+class _Written:
+    """Files and tensors of a part of a checkpoint."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, tuple[int, int]] = {}
+        self.tensors: dict[str, list[Part]] = {}
+
+    def to_bytes(self) -> bytes:
+        parts = {name: [[p.file, p.key, p.offsets] for p in found] for name, found in self.tensors.items()}
+        return json.dumps({"files": self.files, "tensors": parts}).encode()
+
+    def add(self, content: bytes) -> None:
+        """Take in another rank's `to_bytes`."""
+        values = json.loads(content)
+        self.files |= {name: (size, crc) for name, (size, crc) in values["files"].items()}
+        for name, parts in values["tensors"].items():
+            self.tensors.setdefault(name, []).extend(Part(file, key, tuple(at)) for file, key, at in parts)
+
+
+class _Copied:
+    """Copy of a state's tensors and records in host memory; each piece of memory is copied once."""
+
+    def __init__(self, state: State) -> None:
+        copies: dict[tuple[object, ...], Tensor] = {}
+        keys: dict[tuple[object, ...], str] = {}
+
+        def copy(tensor: Tensor) -> tuple[tuple[object, ...], Tensor]:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            memory = (local.device, local.data_ptr(), local.dtype, tuple(local.shape), local.stride())
+            if local.numel() == 0 or memory not in copies:
+                copies[memory] = local.to("cpu", copy=True).contiguous()
+            return memory, copies[memory]
+
+        self.policy: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.exported: dict[str, str] = {}
+        """Tensors that the export holds already: name -> its key there."""
+        self.offsets: dict[str, tuple[int, ...]] = {}
+        for key, tensor in state.policy.items():
+            memory, self.policy[key] = copy(tensor)
+            keys[memory] = key
+        for name, tensor in state.tensors.items():
+            memory, self.tensors[name] = copy(tensor)
+            if memory in keys and not isinstance(tensor, DTensor):
+                self.exported[name] = keys[memory]
+            self.offsets[name] = offsets_of(tensor)
+        self.records = {number: bytes(read()) for number, read in state.records.items()}
+        state.records.clear()  # their space in the trajectory store is wanted
+
+
+def offsets_of(tensor: Tensor) -> tuple[int, ...]:
+    """Where this rank's share of a tensor begins."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offsets)
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, tuple[str, Tensor]]) -> tuple[int, int]:
+    """Write a safetensors file. tensors: key -> (name, tensor in host memory)."""
+    layout = plan({key: (_dtype_name(t), tuple(t.shape)) for key, (_, t) in tensors.items()})
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield layout.header
+        for key in layout.infos:
+            tensor = tensors[key][1]
+            if tensor.numel():
+                yield tensor.reshape(-1).view(torch.uint8).numpy().data
+
+    return write_file(path, pieces())
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    names = {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
+    return (SAFETENSORS_NAMES | names)[tensor.dtype]
+
+
+def _pack(value: object) -> msgpack.ExtType:
+    if isinstance(value, np.ndarray):
+        return msgpack.ExtType(_ARRAY, msgpack.packb([value.dtype.str, list(value.shape), value.tobytes()]))
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a checkpoint cannot hold {type(value).__name__}")
+
+
+def unpack(code: int, content: bytes) -> object:
+    if code != _ARRAY:
+        raise ValueError(f"code {code} is not of this format")
+    dtype, shape, data = msgpack.unpackb(content)
+    if not isinstance(dtype, str) or np.dtype(dtype).hasobject:
+        raise ValueError(f"dtype {dtype!r} is not of this format")
+    return np.frombuffer(data, np.dtype(dtype)).reshape(shape)

@@ -1,0 +1,5 @@
+"""Processes of a run: how they start, what they log, how they end. Nothing of settings, playing or learning.
+
+- at the supervisor: child_processes, fork_server, programs (command lines for people)
+- in every process: supervised, log_lines, limited_warnings, stop_signals, open_files
+"""

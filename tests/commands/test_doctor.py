@@ -1,0 +1,203 @@
+"""`impala-llm doctor`: real probes of this host, and what is said of one on which something is wrong."""
+
+import copy
+import json
+import os
+import shutil
+import socket
+import sys
+import uuid
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.numpy import load_file
+
+from impala_llm import cli
+from impala_llm.commands import doctor
+from impala_llm.commands.preflight import actors_checks, training_checks
+from impala_llm.pipeline.network.keys import make_keys
+from impala_llm.settings import ASSETS
+from tests.helpers import write_program
+
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("doctor")]  # which share what the processes said
+
+Examine = Callable[..., tuple[int, dict[str, Any]]]
+SAID: dict[Any, dict[str, Any]] = {}
+"""Answers of the processes that import torch or transformers, by what they were asked: each takes seconds."""
+
+
+@pytest.fixture(autouse=True)
+def probes_that_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_probe = doctor.run_probe
+
+    def probed(code: str, *arguments: str, python: str = sys.executable, as_json: bool = True) -> dict[str, Any]:
+        if code not in (doctor.TORCH_PROBE, doctor.CONFIG_PROBE):
+            return run_probe(code, *arguments, python=python, as_json=as_json)
+        key = (code, arguments, python, as_json, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if key not in SAID:
+            SAID[key] = run_probe(code, *arguments, python=python, as_json=as_json)
+        return copy.deepcopy(SAID[key])
+
+    monkeypatch.setattr(doctor, "run_probe", probed)
+
+
+@pytest.fixture
+def without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No two ranks are started, which takes seconds, where the test is of something else."""
+    monkeypatch.setattr(doctor, "process_group", lambda *_: doctor.Finding("process group", "not tried"))
+
+
+@pytest.fixture
+def examine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Examine:
+    """Calls the command with settings; returns its status and its findings by part."""
+
+    def call(*settings: str) -> tuple[int, dict[str, Any]]:
+        name = f"test-{uuid.uuid4().hex[:12]}"
+        words = ["experiment=toy", f"run.name={name}", f"run.dir={tmp_path / 'out'}", *settings]
+        code = cli.main(["doctor", "--json", *words])
+        printed = json.loads(capsys.readouterr().out)
+        assert printed["ok"] == (code == 0) == (not any(each["problems"] for each in printed["findings"]))
+        assert not (tmp_path / "out").exists() and not list(Path("/dev/shm").glob(f"*{name}*"))
+        return code, {each["part"]: each for each in printed["findings"]}
+
+    return call
+
+
+def test_a_host_on_which_nothing_is_wrong(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, found = examine("actor.num_actors=0")
+    assert code == 0, found
+    assert "python 3." in found["versions"]["state"] and "torch 2." in found["versions"]["state"]
+    assert f"{shutil.disk_usage('/dev/shm').total / 1e9:.1f} GB" in found["shared memory"]["state"]
+    assert "gloo, a sum over 2 ranks" in found["process group"]["state"]
+    assert found.keys() >= {"GPUs", "model", "device", "engine", "keys", "ports", "disk", "open files", "model memory"}
+
+
+@pytest.mark.usefixtures("without_ranks")
+def test_a_source_folder_that_is_not_installed_is_named(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor, "version", lambda name: missing(name) if name == "impala_llm" else version(name))
+    code, found = examine("actor.num_actors=0")
+    assert code == 1
+    assert "impala_llm from its source folder" in found["versions"]["state"]
+    assert "pip install -e ." in found["versions"]["problems"][0]
+
+
+def test_each_thing_that_is_wrong_is_named_with_what_to_do(
+    examine: Examine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Path(shutil.copytree(ASSETS / "tiny_shopper", tmp_path / "model"))
+    (model / "tokenizer.json").write_text("{")
+    make_keys(tmp_path / "keys")
+    # A GPU that this CPU build of torch cannot use.
+    (tmp_path / "bin").mkdir()
+    gpu = "import sys; print('0' if '--query-gpu=index' in sys.argv else 'Tesla T4, 15360 MiB, 535.1, 7.5')"
+    write_program(tmp_path / "bin" / "nvidia-smi", gpu)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code, found = examine(
+            f"model.path={model}",
+            "env=webshop",
+            "engine=sglang",
+            f"engine.python={shutil.which('python3')}",
+            f"pipeline.bind=tcp://127.0.0.1:{port}",
+            f"pipeline.keys={tmp_path / 'keys'}",
+            "replay.capacity_mb=1000000",
+        )
+    assert code == 1
+    assert "Tesla T4" in found["GPUs"]["state"]
+    for part, words in {
+        "GPUs": ["CPU build", "install its CUDA build"],
+        "model": ["tokenizer.json", "copy the model again"],
+        "device": ["actor.num_actors=1 servers", "lower one of these settings"],
+        "engine": ["has no sglang installed"],
+        "ports": [f"port {port} cannot be listened at"],
+        "shared memory": ["lower what these settings take"],
+    }.items():
+        for word in words:
+            assert word in found[part]["problems"][0], found[part]
+    assert found["keys"]["problems"] == []
+
+
+def test_a_process_group_without_a_network_is_wrong(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, found = examine()
+    assert code == 1
+    [problem] = found["process group"]["problems"]
+    assert "GLOO_SOCKET_IFNAME" in problem and "nosuch0" in problem
+
+
+@pytest.mark.usefixtures("without_ranks")
+def test_a_model_that_memory_cannot_hold_is_wrong_and_sharding_is_named(
+    examine: Examine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = sum(t.size for t in load_file(ASSETS / "tiny_shopper" / "model.safetensors").values())
+    # Two ranks with four float32 numbers a parameter each, and an engine with one, in memory for eight: too little
+    # where each rank holds all of it, enough where they share it.
+    memory = psutil.virtual_memory()._replace(total=8 * 4 * parameters)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    settings = ["model=tiny_shopper", "env=webshop", "learner.num_ranks=2", "actor.num_actors=1"]
+    _, found = examine(*settings)
+    [problem] = found["model memory"]["problems"]
+    assert "learner.num_ranks=2 and actor.num_actors=1" in problem and "learner.sharding=fsdp2" in problem
+    _, found = examine(*settings, "learner.sharding=fsdp2")
+    assert found["model memory"]["problems"] == []
+
+
+def test_settings_that_are_refused_leave_what_is_known_of_the_host(examine: Examine) -> None:
+    code, found = examine("learner.batch_size=-1")
+    assert code == 1
+    assert "learner.batch_size=-1" in found["settings"]["problems"][0]
+    assert found["versions"]["problems"] == [] and "process group" not in found
+
+
+def test_a_host_of_actors_must_reach_every_port_of_its_learner(examine: Examine, tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    for path in (tmp_path / "keys").glob("learner.secret*"):
+        path.unlink()
+    with socket.create_server(("127.0.0.1", 0)) as rank:
+        port = rank.getsockname()[1]
+        address = tmp_path / "learner"
+        settings = [f"pipeline.connect=@{address}", f"pipeline.keys={tmp_path / 'keys'}"]
+        code, found = examine(*settings)
+        assert code == 1 and "there is no endpoint yet" in found["ports"]["problems"][0]
+        address.write_text(f"tcp://127.0.0.1:{port}")
+        code, found = examine(*settings)
+        assert code == 1
+        [problem] = found["ports"]["problems"]
+        assert f"port {port + 1}, of the weight server, cannot be reached" in problem
+        assert f"open ports {port} to {port + 1}" in problem
+        assert "process group" not in found and "disk" not in found
+        with socket.create_server(("127.0.0.1", port + 1)):
+            code, found = examine(*settings)
+            assert (code, found["ports"]["problems"]) == (0, []), found
+
+
+def test_people_get_a_line_a_part_and_the_fix_below(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["doctor", "learner.batch_size=-1"]) == 1
+    *rows, summary = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows] == ["ok", "ok", "ok", "WRONG", "->"]
+    assert "learner.batch_size=-1" in rows[-1] and summary == "1 part is wrong"
+
+
+def test_every_part_that_is_looked_at_before_a_start_has_a_line() -> None:
+    assert {*training_checks(), *actors_checks()} <= set(doctor.DETAILS)
+
+
+def test_what_a_sitecustomize_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('welcome')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    assert doctor.run_probe("import json; print(json.dumps({'version': '2.0'}))") == {"version": "2.0"}
+    assert doctor.run_probe("print('0.5.9')", as_json=False) == {"said": "0.5.9"}
+    assert "'welcome' is no JSON object" in doctor.run_probe("")["error"]
+    assert doctor.run_probe(r"import sys; sys.stdout.buffer.write(b'\xff\n{}')") == {}
