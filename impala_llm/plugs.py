@@ -13,7 +13,10 @@ import difflib
 import importlib
 import inspect
 import json
+import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
 from importlib.metadata import entry_points
@@ -25,6 +28,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from impala_llm.processes.stop_signals import ToldToStop
+
+_INSTALLED = tuple(
+    str(folder) + os.sep
+    for folder in (Path(__file__).parent, *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")))
+)
+"""Folders of code that is not the user's."""
 
 
 @dataclass(frozen=True)
@@ -399,3 +408,14 @@ def _meant_option(kind: Kind, name: str, option: str, own: Sequence[str]) -> str
     if name in kind.settings:
         return f"its settings are {kind.settings[name]}.*"
     return f"its options are {', '.join(own)}" if own else "it has no options"
+
+
+def raised_at(error: BaseException) -> str:
+    """Return ", in FILE:LINE" for the line of somebody's own code at which an error arose; empty if there is none.
+
+    That is the innermost frame outside of this package, of installed packages and of Python's library, and the
+    innermost frame of all where the code is theirs.
+    """
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)] or frames
+    return f", in {own[-1].filename}:{own[-1].lineno}" if own else ""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from impala_llm.envs.base import AsyncSession, Script, Session, Split, Suite
+from impala_llm.plugs import raised_at
 from impala_llm.processes.limited_warnings import RateLimitedWarnings
 from impala_llm.processes.stop_signals import ToldToStop
 
@@ -240,7 +241,7 @@ def call(what: str, function: Callable[[], Any]) -> Any:
     except BaseException as error:
         if isinstance(error, (*_NOT_ITS_OWN, EnvironmentFault)):
             raise
-        raise EnvironmentFault(f"{what} raised {type(error).__name__}: {error}") from error
+        raise EnvironmentFault(f"{what} raised {type(error).__name__}: {error}{raised_at(error)}") from error
 
 
 async def _call_session(what: str, function: Callable[[], Any]) -> Any:
@@ -256,7 +257,7 @@ async def _call_session(what: str, function: Callable[[], Any]) -> Any:
     except BaseException as error:
         if isinstance(error, _NOT_ITS_OWN):
             raise
-        raise EnvironmentFault(f"{what} raised {type(error).__name__}: {error}") from error
+        raise EnvironmentFault(f"{what} raised {type(error).__name__}: {error}{raised_at(error)}") from error
 
 
 def _is_number(value: object) -> bool:

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO
 from impala_llm.gateway.descendants import WORKER, folder_prefix, kill_started
 from impala_llm.gateway.tasks import Task
 from impala_llm.gateway.worker_pipes import open_pipe
-from impala_llm.plugs import AGENTS, is_async, load
+from impala_llm.plugs import AGENTS, is_async, load, raised_at
 
 ALIVE_S = 1.0
 """Time between two signs of life."""
@@ -204,7 +204,7 @@ class Worker:
             return {"failed": "cancelled", "leaks": isinstance(error, ThreadLeft)}
         except BaseException as error:  # of other people's code, sys.exit included
             self._show(error)
-            return {"failed": f"{type(error).__name__}: {error}"[:2000]}
+            return {"failed": f"{type(error).__name__}: {error}"[:2000] + raised_at(error)}
 
     def _end(self, number: int, task: asyncio.Task[dict[str, Any]]) -> None:
         del self._episodes[number]

@@ -167,11 +167,9 @@ class BatchSource:
             if now >= until:
                 return None
             if now - started > self._stall_timeout_s:
-                num_failed = self._receiver.counters()["failed"]
                 raise Stalled(
                     f"no batch for {self._stall_timeout_s:g} s (learner.stall_timeout_s): {self._missing()}, "
-                    f"{len(self._groups)} trajectories in open groups, {num_failed:.0f} attempts failed so far; look "
-                    "at the actors' logs"
+                    f"{len(self._groups)} trajectories in open groups; look at the actors' logs"
                 )
             if on_wait is not None:
                 on_wait(self._missing())

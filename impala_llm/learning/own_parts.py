@@ -28,6 +28,7 @@ from impala_llm.algorithms.interface import (
 from impala_llm.config import ConfigError
 from impala_llm.learning import packing, parallel
 from impala_llm.learning.packing import is_out_of_memory
+from impala_llm.plugs import raised_at
 from impala_llm.processes.supervised import say
 
 _WATCHED_UPDATES = 5
@@ -162,8 +163,7 @@ def _call(name: str, call: Callable[[], Any]) -> Any:
         if is_from_below or is_out_of_memory(error):
             raise
         traceback.print_exception(error)
-        where = f"{frames[-1].filename}:{frames[-1].lineno}"
-        raise PartFault(f"{name} raised {type(error).__name__}: {error}, in {where}") from error
+        raise PartFault(f"{name} raised {type(error).__name__}: {error}{raised_at(error)}") from error
 
 
 def _await_metrics(part: Credit | Loss, key: str, returned: Iterable[str], scored: Scored | None = None) -> None:

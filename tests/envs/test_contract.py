@@ -1,6 +1,8 @@
 """The contract of an environment's returns, and the messages about one that breaks it."""
 
 import asyncio
+import importlib
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +88,18 @@ def test_what_does_not_is_named(result: Any, words: list[str]) -> None:
 def test_a_reset_that_returns_no_observation_is_named(result: Any) -> None:
     with pytest.raises(EnvironmentFault, match=r"env maze: reset\(3\)"):
         asyncio.run(contract.reset(Scripted(result), 3, "maze"))
+
+
+def test_an_error_names_the_line_of_the_environment_and_not_of_a_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lost_door.py").write_text("import json\n\ndef step(action):\n    return json.loads(action)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    session = SimpleNamespace(step=importlib.import_module("lost_door").step)
+    with pytest.raises(
+        EnvironmentFault, match=rf"raised JSONDecodeError: .*, in {re.escape(str(tmp_path))}/lost_door\.py:4$"
+    ):
+        asyncio.run(contract.step(session, "{", "maze"))
 
 
 class Waiting:
