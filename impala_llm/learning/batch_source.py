@@ -157,16 +157,17 @@ class BatchSource:
         on_wait: called a few times a second with what is waited for.
 
         Raises:
-            Stalled: after `learner.stall_timeout_s`.
+            Stalled: after `learner.stall_timeout_s` with an actor; those that are still to come are waited for.
             ReceiverError: the receiver has died.
         """
-        started = time.monotonic()
+        now, waited_s = time.monotonic(), 0.0
         batch = self.batch_at_hand(version)
         while batch is None:
-            now = time.monotonic()
+            before, now = now, time.monotonic()
             if now >= until:
                 return None
-            if now - started > self._stall_timeout_s:
+            waited_s += (now - before) * (self._receiver.counters()["actors"] > 0)
+            if waited_s > self._stall_timeout_s:
                 raise Stalled(
                     f"no batch for {self._stall_timeout_s:g} s (learner.stall_timeout_s): {self._missing()}, "
                     f"{len(self._groups)} trajectories in open groups; look at the actors' logs"

@@ -81,6 +81,7 @@ class MetricWriter:
             made again. None: there are none.
         with_lines: whether the JSONL file is written. The comparison after a run is no step and stands in
             evaluation.json.
+        retry_s: seconds until a writer that found no room on its disk is made anew.
 
     Raises:
         ConfigError: a writer cannot be made.
@@ -92,24 +93,29 @@ class MetricWriter:
         names: Sequence[str] = ("tensorboard",),
         after: int | None = None,
         with_lines: bool = True,
+        retry_s: float = 60.0,
     ) -> None:
         self._directory = directory
         self._is_full_said = False
+        self._retry_s = retry_s
         self._writers: dict[str, Writer] = {}
+        self._retries: dict[str, float] = {}
+        """Writers whose disk was full, and when each is made anew, in seconds of time.monotonic."""
         for name in (METRICS_FILE, *names) if with_lines else names:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 if name == METRICS_FILE and after is not None:
                     _cut(directory / METRICS_FILE, after)
-                self._writers[name] = _JsonLines(directory) if name == METRICS_FILE else _made(name, directory)
+                self._writers[name] = _made(name, directory)
             except (OSError, ConfigError) as error:
                 # A learner that is restarted in the middle of a run must not fail because of its metrics.
                 if not is_disk_full(error.__cause__ or error):
                     raise
-                self._say_left_out(name, "at its start", error.__cause__ or error)
+                self._leave_out(name, "at its start", error.__cause__ or error)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step. A writer that fails is left out from then on, and said so: training does not depend on it.
+        One whose disk is full misses the steps until there is room.
 
         A value that is not finite is null in the JSONL file: JSON has no NaN.
 
@@ -118,13 +124,13 @@ class MetricWriter:
         """
         for name in metrics:
             describe(name)
+        self._retry(step)
         now = time.time()
         for name, writer in list(self._writers.items()):
             try:
                 writer.write(step, metrics, now)
             except Exception as error:  # a writer is other people's code
-                del self._writers[name]
-                self._say_left_out(name, f"at step {step}", error)
+                self._leave_out(name, f"at step {step}", error)
 
     def write_text(self, name: str, text: str) -> None:
         """Hand a text to the writers that take texts. One that fails is left out from then on."""
@@ -133,8 +139,7 @@ class MetricWriter:
                 if hasattr(writer, "write_text"):
                     writer.write_text(name, text)
             except Exception as error:  # a writer is other people's code
-                del self._writers[key]
-                self._say_left_out(key, f"at the text {name!r}", error)
+                self._leave_out(key, f"at the text {name!r}", error)
 
     def close(self) -> None:
         for name, writer in self._writers.items():
@@ -143,16 +148,36 @@ class MetricWriter:
             except Exception as error:  # a writer is other people's code
                 say(f"metric writer {name} could not be closed: {type(error).__name__}: {error}")
 
-    def _say_left_out(self, name: str, when: str, error: BaseException) -> None:
-        """Warn of a writer that has failed; of a full disk once for all writers."""
+    def _leave_out(self, name: str, when: str, error: BaseException) -> None:
+        """Leave out a writer that has failed, and warn of it; of a full disk once for all writers."""
+        failed = self._writers.pop(name, None)
         if not is_disk_full(error):
             say(f"metric writer {name} failed {when} and is left out: {type(error).__name__}: {error}")
-        elif not self._is_full_said:
+            return
+        if failed is not None:
+            with contextlib.suppress(Exception):  # what it holds back finds no room either
+                failed.close()
+        self._retries[name] = time.monotonic() + self._retry_s
+        if not self._is_full_said:
             self._is_full_said = True
             say(
-                f"the disk of {self._directory} is full: metric writer {name} failed {when}; training goes on, writers "
-                "that find no room are left out: make room there before the policy is saved"
+                f"the disk of {self._directory} is full: metric writer {name} failed {when}; training goes on, and "
+                "writers that find no room miss its steps until there is some: make room before the policy is saved"
             )
+
+    def _retry(self, step: int) -> None:
+        """Make writers anew whose disk was full."""
+        for name in [name for name, due in self._retries.items() if time.monotonic() >= due]:
+            del self._retries[name]
+            try:
+                if name == METRICS_FILE:
+                    _cut(self._directory / METRICS_FILE, step)  # a last line that was cut short
+                writer = _made(name, self._directory)
+            except (OSError, ConfigError) as error:
+                self._leave_out(name, f"at step {step}", error.__cause__ or error)
+            else:
+                self._writers[name] = writer
+                say(f"metric writer {name} writes again, from step {step} on")
 
     def __enter__(self) -> "MetricWriter":
         return self
@@ -207,6 +232,8 @@ def is_disk_full(error: BaseException) -> bool:
 
 def _made(name: str, directory: Path) -> Writer:
     """The writer of a name."""
+    if name == METRICS_FILE:
+        return _JsonLines(directory)
     try:
         writer: Writer = load(METRIC_WRITERS, name)(directory)
         return writer

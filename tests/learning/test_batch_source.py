@@ -45,7 +45,7 @@ def run_dir() -> Iterator[RunDirectory]:
 class PlayedReceiver:
     """The part of a receiver that the source asks; the test says what arrives and what is lost."""
 
-    num_failed = 0.0
+    num_failed, num_actors = 0.0, 2.0
 
     def __init__(self) -> None:
         self.arriving: list[Trajectory] = []
@@ -64,7 +64,7 @@ class PlayedReceiver:
         self.evicted_tickets += ticket_ids
 
     def counters(self) -> dict[str, float]:
-        return {"actors": 2.0, "open": 3.0, "failed": self.num_failed}
+        return {"actors": self.num_actors, "open": 3.0, "failed": self.num_failed}
 
 
 def make_source(
@@ -219,6 +219,20 @@ def test_no_batch_for_too_long_says_what_there_was() -> None:
     receiver.arriving = members(0) + members(1, missing=1)
     with pytest.raises(Stalled, match=r"stall_timeout_s.* 1 of 2 groups, 3 episodes under way, 2 actors, 3 traj"):
         source.next_batch(version=0)
+
+
+def test_actors_that_are_still_to_come_are_waited_for() -> None:
+    """Those of a partition that preempts come back after hours."""
+    source, receiver = make_source(stall_timeout_s=0.0)
+    receiver.num_actors = 0.0
+    noted: list[str] = []
+
+    def wait(said: str) -> None:
+        noted.append(said)
+        receiver.arriving = members(0) + members(1) if len(noted) == 2 else []
+
+    assert source.next_batch(version=0, on_wait=wait) is not None
+    assert "0 actors" in noted[0]
 
 
 @pytest.mark.parametrize("seed", range(5))

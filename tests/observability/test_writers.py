@@ -1,5 +1,6 @@
 """Metrics reach metrics.jsonl and every writer that is named, one of the user's own included."""
 
+import errno
 import json
 import math
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.utils.tensorboard import SummaryWriter
 
 from impala_llm.config import ConfigError, load
 from impala_llm.evaluate import Result, write_comparison
@@ -177,7 +179,36 @@ def test_a_full_disk_is_named_once_and_stops_no_training(own: Path, capfd: pytes
         writer.write(2, {"rollout/score": 1.0})
     said = "".join(capfd.readouterr())
     assert len(said.splitlines()) == 1 and f"the disk of {full} is full" in said
-    assert (full / "scores.txt").read_text() == "1 0.5\n2 1.0\nclosed\n"
+    assert (full / "scores.txt").read_text().endswith("1 0.5\n2 1.0\nclosed\n")
+
+
+@pytest.mark.parametrize("name", [METRICS_FILE, "tensorboard"])
+def test_a_disk_that_was_full_costs_the_steps_until_there_is_room(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each writer, of which the other is on a disk with room."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with MetricWriter(tmp_path, retry_s=0.0) as writer:
+        writer.write(1, {"rollout/score": 0.1})
+        with monkeypatch.context() as patch:
+            patch.setattr(*((math, "isfinite") if name == METRICS_FILE else (SummaryWriter, "add_scalar")), fail)
+            writer.write(2, {"rollout/score": 0.2})
+        if name == METRICS_FILE:
+            with (tmp_path / METRICS_FILE).open("a") as file:
+                file.write('{"step": 2, "rollout/sc')
+        for step in (3, 4):
+            writer.write(step, {"rollout/score": step / 10})
+    written = {
+        METRICS_FILE: [line["step"] for line in read_lines(tmp_path)],
+        "tensorboard": [event.step for event in events_of(tmp_path).Scalars("rollout/score")],
+    }
+    assert written.pop(name) == [1, 3, 4]
+    assert list(written.values()) == [[1, 2, 3, 4]]
+    said = "".join(capfd.readouterr())
+    assert "is full" in said and f"metric writer {name} writes again, from step 3 on" in said
 
 
 def test_a_writer_that_cannot_be_made_is_named(own: Path) -> None:
