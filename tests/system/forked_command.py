@@ -13,6 +13,7 @@ a sitecustomize.py is to act. As users have it, test_fork_server.py shows it, an
 import atexit
 import functools
 import gc
+import importlib
 import json
 import os
 import select
@@ -34,6 +35,8 @@ MARK = "IMPALA_LLM_TEST_RUN"
 """Environment variable that every descendant of a run's processes inherits."""
 NO_RUN, NO_FAMILY = f"test-{'0' * 12}", "0" * 32
 """Values of `MARK` and `FAMILY` that no run has, as long as all others: forks show theirs in the same place."""
+SCRIPTS = ("actor", "learner")
+"""Words in place of a command that mean a program of this name in impala_llm/, as it is started by hand."""
 COMMAND_LINE_ROOM = 8192
 """Bytes for the command lines that its forks will show."""
 
@@ -177,8 +180,10 @@ def become(words: list[str], folder: str, environment: dict[str, str]) -> NoRetu
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:1] = [folder, *path]  # as `python -m` has it
-    sys.argv[1:] = words
     np.random.seed()  # the generator of `random` does so by itself
+    if words[0] in SCRIPTS:
+        importlib.import_module(f"impala_llm.{words[0]}").run(words[1:])
+    sys.argv[1:] = words
     sys.exit(cli.main())
 
 

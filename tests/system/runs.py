@@ -17,7 +17,7 @@ import psutil
 
 from impala_llm.pipeline.shm.run_directory import remove_run_dir
 from impala_llm.processes.fork_server import can_fork
-from tests.system.forked_command import MARK, ForkedProcess, command_server
+from tests.system.forked_command import MARK, SCRIPTS, ForkedProcess, command_server
 
 ROOT = Path(__file__).parents[2]
 START_S = 120.0
@@ -61,15 +61,19 @@ class Run:
         self.started.append(process)
         return process
 
-    def call(self, command: str, errors: Path | None = None) -> Process:
+    def call(self, command: str, *words: str, errors: Path | None = None) -> Process:
         """Start a command of impala-llm as `start` does, by a fork, see forked_command.py, where this host has them.
 
         A sitecustomize.py on `python_path` acts in what it starts, and not in itself.
+
+        Args:
+            command: `actor` and `learner` are the programs, as they are started by hand.
         """
         if not can_fork():
-            return self.start(sys.executable, "-m", "impala_llm.cli", command, errors=errors)
+            program = [f"impala_llm/{command}.py"] if command in SCRIPTS else ["-m", "impala_llm.cli", command]
+            return self.start(sys.executable, *program, *words, errors=errors)
         self.directory.mkdir(parents=True, exist_ok=True)
-        words = [command, *self.settings]
+        words = (command, *words, *self.settings)
         process = command_server().start(words, ROOT, self.environment, self.log, errors or self.log)
         self.started.append(process)
         return process
@@ -92,7 +96,7 @@ class Run:
     def refused(self, command: str = "train") -> str:
         """Call a command of impala-llm that must end with status 2 and at most three lines of errors; returns these."""
         errors = self.directory / "errors.log"
-        code = self.call(command, errors).wait(START_S)
+        code = self.call(command, errors=errors).wait(START_S)
         said = errors.read_text()
         assert code == 2 and len(said.splitlines()) <= 3, f"{code}\n{said}\n{self.printed()}"
         assert "Traceback" not in said + self.log.read_text()

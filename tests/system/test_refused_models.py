@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,8 +75,8 @@ def test_an_actor_with_another_model_than_the_learners_ends_in_a_sentence(tmp_pa
     """As where a command of actors on another host has settings of its own."""
     other = make_scratch_policy(tmp_path / "other", hidden_size=32)
     with Run(tmp_path / "run", "experiment=toy") as run:
-        run.start(sys.executable, "impala_llm/learner.py")
-        actor = run.start(sys.executable, "impala_llm/actor.py", "--index", "0", f"model.path={other}")
+        run.call("learner")
+        actor = run.call("actor", "--index", "0", f"model.path={other}")
         assert actor.wait(START_S) == 2, run.printed()
         [said] = [line for line in run.log.read_text().splitlines() if line.startswith("actor 0:")]
         assert "of another shape" in said and "give the engine the model that the learner trains" in said

@@ -21,7 +21,7 @@ from impala_llm.pipeline.transport.learner_connection import ChannelTimes
 from impala_llm.pipeline.transport.messages import Grant, Refused
 from tests.pipeline.support import make_trajectory, turns_until
 from tests.system.forked_command import forked_command
-from tests.system.runs import ROOT, Run, column
+from tests.system.runs import ROOT, Process, Run, column
 
 ENDLESS = "learner.total_updates=100000"
 STOP_S = 30.0
@@ -113,8 +113,7 @@ def test_a_signal_ends_a_run_in_three_lines_and_keeps_what_was_learned(number: i
 def test_ctrl_c_again_and_again_ends_learner_and_actor_quietly_and_keeps_the_policy(tmp_path: Path) -> None:
     """Both started by hand: as their supervisor's children they do not get it."""
     with Run(tmp_path, "experiment=toy", ENDLESS) as run:
-        learner = run.start(sys.executable, "impala_llm/learner.py")
-        actor = run.start(sys.executable, "impala_llm/actor.py", "--index", "0")
+        learner, actor = run.call("learner"), run.call("actor", "--index", "0")
         run.wait_for_updates(2)
         for process in (actor, learner):
             while process.poll() is None:
@@ -234,13 +233,17 @@ def refuse_one_trajectory(run_name: str) -> None:
 
 @pytest.mark.system
 def test_synchronous_runs_of_one_seed_are_equal_to_the_last_bit(tmp_path: Path) -> None:
-    """The algorithm is group-relative; V-trace in test_resume.py. Without torchrun: one rank needs none."""
+    """The algorithm is group-relative; V-trace in test_resume.py. Without torchrun: one rank needs none. The second
+    run is started by forks."""
     losses, policies = [], []
     for number in range(2):
         settings = ("experiment=toy", "algorithm.max_staleness=0", "learner.total_updates=15", "run.seed=3")
         with Run(tmp_path / str(number), *settings) as run:
-            learner = run.start(sys.executable, "impala_llm/learner.py")
-            actor = run.start(sys.executable, "impala_llm/actor.py", "--index", "0")
+            if number == 0:
+                learner: Process = run.start(sys.executable, "impala_llm/learner.py")
+                actor: Process = run.start(sys.executable, "impala_llm/actor.py", "--index", "0")
+            else:
+                learner, actor = run.call("learner"), run.call("actor", "--index", "0")
             assert (learner.wait(120), actor.wait(30)) == (0, 0), run.printed()
             assert OmegaConf.load(run.directory / "config.yaml").run.name == run.name
             printed = run.log.read_text()
