@@ -1,9 +1,9 @@
 """Relay: fetches the learner's weights to another host, once for all of its engines. The server is relay_server.py.
 
 Invariant: a relay publishes on its host's board only whole versions of the learner's board, with their checksums
-compared, and versions only grow. A relay, a server or the network may fail at any moment: chunks that were received are
-kept, and the download continues at the first missing chunk. The server keeps a version while it is being fetched, and
-versions published meanwhile are skipped; a version that was overwritten nevertheless is dropped.
+compared, and versions only grow. Server or network may fail at any moment: the download continues at the first missing
+chunk; a new relay begins it anew. The server keeps a version while it is being fetched, and those published meanwhile
+are skipped; a version that was overwritten nevertheless is dropped.
 
     loop:  newest?  ->  contents of it  ->  chunks, some of them asked for at a time  ->  verify, publish locally
 """
@@ -44,8 +44,6 @@ _WINDOW = 4
 
 class WeightRelay(RelayThread):
     """Fetches versions to the board in `directory`, in its thread or by `turn`.
-
-    Chunks that were received before `close` are kept for the next relay.
 
     Args:
         directory: of this host's board.
@@ -110,20 +108,18 @@ class WeightRelay(RelayThread):
         if not isinstance(contents, Contents) or not have < contents.version <= latest.version:
             return None
         with closing(Download(self._directory, contents, self._chunk_bytes)) as download:
-            if not self._fetch(download):
+            if not download.is_whole() and not self._fetch(download):
                 return None
             try:
                 tensors, files = download.tensors(), download.files()
             except WeightsError as error:
                 self._warnings.log("weights arrived damaged, they are fetched again", str(error))
-                download.forget()
                 return None
             if self._publisher is None or files != self._files:
                 publisher = WeightPublisher(self._directory, files=files)
                 publisher.reserve(tensors)
                 self._publisher, self._files = publisher, files
             self._publisher.publish(tensors, contents.version)
-            download.forget()
         return contents.version
 
     def _work(self) -> None:
@@ -134,8 +130,8 @@ class WeightRelay(RelayThread):
         self._stop.wait(self._poll_s)
 
     def _fetch(self, download: Download) -> bool:
-        """Receive all missing chunks. Returns False where the version is gone, and after `close`."""
-        waiting = download.missing()[::-1]
+        """Receive all chunks. Returns False where the version is gone, and after `close`."""
+        waiting = download.chunks[::-1]
         asked: dict[int, FileChunk] = {}
         version = download.contents.version
         while waiting or asked:

@@ -40,7 +40,7 @@ def test_sizes_that_cannot_be_are_an_error_and_no_memory(tmp_path: Path) -> None
 
 def test_two_relays_on_a_host_are_an_error(tmp_path: Path) -> None:
     with contextlib.closing(Download(tmp_path, make_contents(), 1000)) as download:
-        assert len(download.missing()) == 3
+        assert len(download.chunks) == 3
         with pytest.raises(WeightsError, match="one relay a host"):
             Download(tmp_path, make_contents(), 1000)
     Download(tmp_path, make_contents(), 1000).close()
