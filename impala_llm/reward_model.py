@@ -57,7 +57,6 @@ class RewardModel:
         self._label, self._batch_size, self._max_length = label, batch_size, max_length
         self._waiting: list[_Waiting] = []
         self._worker: asyncio.Task[None] | None = None
-        self.num_batches = 0
 
     async def score(self, prompt: str, answer: str) -> float:
         """Score an answer to a prompt, between 0 and 1."""
@@ -78,7 +77,6 @@ class RewardModel:
                     if not future.done():
                         future.set_exception(RuntimeError(f"the reward model has failed: {error}"))
                 continue
-            self.num_batches += 1
             for (*_, future), found in zip(batch, scores, strict=True):
                 if not future.done():  # given up meanwhile
                     future.set_result(found)

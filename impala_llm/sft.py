@@ -291,7 +291,7 @@ class WarmStart:
         checkpoint = CheckpointReader(manifest)
         plain = checkpoint.plain(0)
         for key, value in self.facts().items():
-            before = plain["facts"].get(key, value)  # what an earlier release did not note
+            before = plain["facts"][key]
             if before != value:
                 differs = {
                     "sft.data": "other demonstrations",

@@ -97,11 +97,18 @@ def test_an_answer_cannot_end_its_turn_by_a_special_token(tiny_model: Path, tmp_
 def test_a_batch_has_the_answers_that_wait(tiny_model: Path, tmp_path: Path) -> None:
     from impala_llm.reward_model import RewardModel
 
-    model = RewardModel(str(make_classifier(tiny_model, tmp_path, 1)), -1, 16, 64, "cpu")
+    sizes = []
+
+    class Observed(RewardModel):
+        def _scores(self, pairs: list[tuple[str, str]]) -> list[float]:
+            sizes.append(len(pairs))
+            return super()._scores(pairs)
+
+    model = Observed(str(make_classifier(tiny_model, tmp_path, 1)), -1, 16, 64, "cpu")
 
     async def many(number: int) -> list[float]:
         return await asyncio.gather(*(model.score("say a", "a" * (k % 90)) for k in range(number)))
 
     scores = asyncio.run(many(40))
-    assert model.num_batches == 3 and len(scores) == 40, "longer rows than max_length are cut"
+    assert sizes == [16, 16, 8] and len(scores) == 40, "longer rows than max_length are cut"
     assert scores[:5] == pytest.approx(asyncio.run(many(5)), abs=1e-5)

@@ -330,17 +330,6 @@ def test_other_adapters_are_refused(tmp_path: Path, tiny_model: Path, capsys: py
     warm_start(tmp_path, tiny_model, *lora, "sft.max_updates=2")
 
 
-def test_what_an_earlier_release_did_not_note_is_not_compared(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    facts = WarmStart.facts
-    with monkeypatch.context() as patch:
-        patch.setattr(WarmStart, "facts", lambda warm: {"run.seed": facts(warm)["run.seed"]})
-        warm_start(tmp_path, tiny_model, "sft.max_updates=1")
-    folder = warm_start(tmp_path, tiny_model, "sft.max_updates=2")
-    assert [line["step"] for line in metrics(folder)][-1] == 2
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has this attention")
 def test_an_attention_that_cannot_be_used_is_refused(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]

@@ -135,8 +135,8 @@ class InRunEvaluation:
         self._say_if_over()
 
     def _is_comparable(self, state: Mapping[str, Any]) -> bool:
-        """Whether earlier evaluations were of these tasks and this temperature. Earlier releases did not note them."""
-        return all(state.get(name, value) == value for name, value in self._of.items())
+        """Whether earlier evaluations were of these tasks and this temperature."""
+        return all(state[name] == value for name, value in self._of.items())
 
     def close(self) -> None:
         """Remove the policy whose evaluation has not ended."""
@@ -155,7 +155,7 @@ class InRunEvaluation:
         with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
             kept = json.loads((self._best / _SCORE_FILE).read_text())
             version, score = int(kept["evaluation/version"]), float(kept["evaluation/score"])
-            found = Best(version, score, int(kept.get("evaluation/update", version)))
+            found = Best(version, score, int(kept["evaluation/update"]))
             if self._is_comparable(kept):
                 self.schedule.take_over(found)
             else:

@@ -55,7 +55,6 @@ class EvaluationSchedule:
     def __init__(self, config: EvaluationConfig, update: int, learns_after: int = 0) -> None:
         self._config, self._learns_after = config, learns_after
         # Not of a version: after a lost host versions are ahead.
-        self._update = update
         self._last_update = None if update == 0 else update
         self._observed: int | None = None
         """Update of the last evaluation that has ended."""
@@ -180,13 +179,9 @@ class EvaluationSchedule:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
-        last, self._last_s = state["last"]
-        # Checkpoints of before evaluations were due by updates have a version there, which may be ahead.
-        self._last_update = None if last is None else min(last, self._update)
-        self._observed = state.get("observed", self._last_update)
-        # Those of before have no update: it was the version, unless a host had been lost.
+        self._last_update, self._last_s = state["last"]
+        self._observed = state["observed"]
         self.best, self.highest = (
-            None if found is None else Best(*[*found, found[0]][:3])
-            for found in (state["best"], state.get("highest", state["best"]))
+            None if found is None else Best(*found) for found in (state["best"], state["highest"])
         )
         self._without_gain = state["without_gain"]

@@ -348,10 +348,10 @@ class BatchSource:
         chosen = None if self.replay_fraction is None else state["max_replayed"]
         self._max_replayed = None if chosen is None else min(chosen, self._num_items)
         self._refills_left = min(state["refills_left"], math.ceil(self._refills))
-        self._refills_owed = state.get("refills_owed", 0.0)
+        self._refills_owed = state["refills_owed"]
         held = {t.unroll_id for t in self.buffer.moment().trajectories}
-        # Members of open groups were counted when they came. Earlier releases did not note which these are.
-        counted = set(state["groups"].get("open", ()))
+        # Members of open groups were counted when they came.
+        counted = set(state["groups"]["open"])
         for number, t in trajectories.items():
             if number in counted:
                 self._groups.add(t)

@@ -102,7 +102,7 @@ class RewardScale:
         """Restore `state_dict`."""
         self._first = list(state["first"])
         self._count, self._sum, self._squares = state["sums"]
-        self._is_known = state.get("is_known", self._count >= self._enough)
+        self._is_known = state["is_known"]
 
     @property
     def divisor(self) -> float:

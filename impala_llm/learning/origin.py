@@ -127,7 +127,7 @@ def make_model(config: Config, origin: Origin, ranks: Ranks) -> PolicyModel:
     model = start_model(config, origin.board, origin.update, ranks.is_main, beside)
     model.bases = base_checksums(config)
     if checkpoint is not None and model.bases:
-        _compare_bases(config, model.bases, checkpoint)
+        _compare_bases(model.bases, checkpoint)
     if ranks.is_sharded:  # whole, before it is cut; in the host's memory, as a device may not hold it
         model.check(config.engine.max_length)
     ranks.place(model, config.learner.precision)
@@ -153,11 +153,9 @@ def base_checksums(config: Config) -> dict[str, int]:
     return {word: base_checksum(directory) for word, directory in paths.items() if directory is not None}
 
 
-def _compare_bases(config: Config, bases: Mapping[str, int], checkpoint: CheckpointReader) -> None:
+def _compare_bases(bases: Mapping[str, int], checkpoint: CheckpointReader) -> None:
     """Raise ConfigError where such weights differ from those that a checkpoint was trained with."""
-    plain, folder = checkpoint.plain(0), checkpoint.manifest.path
-    # Earlier releases noted those under adapters alone, as one number.
-    before = plain.get("bases") or {f"model.path={config.model.path}": plain.get("base")}
+    before, folder = checkpoint.plain(0)["bases"], checkpoint.manifest.path
     for word, base in bases.items():
         if before.get(word) not in (None, base):
             raise ConfigError(

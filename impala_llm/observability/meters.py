@@ -139,7 +139,6 @@ class Meters:
                 if name in METRICS and name.startswith(_OF_ACTORS):
                     log.add(name, value)
                 else:  # of an actor of another release: no reason to end the learner
-                    log.add("pipeline/unknown_figures", 1)
                     self._warnings.log("an actor reports a metric that this release does not know", repr(name[:80]))
 
     def _observe_lost(self, t: Trajectory, share: float) -> None:

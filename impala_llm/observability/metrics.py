@@ -261,7 +261,6 @@ _DECLARED = (
     ("pipeline/given_up", _SUM, "tickets set aside: their episodes failed, or their actors died, too often"),
     ("pipeline/malformed", _SUM, "messages that could not be decoded, dropped since the last step"),
     ("pipeline/sessions_broken", _SUM, "sessions of actors that an error of the learner's ended, since the last step"),
-    ("pipeline/unknown_figures", _SUM, "metrics that actors report and this release does not know, per step"),
     ("pipeline/peers_refused", _SUM, "connections without an authorised key, since the last step"),
     ("pipeline/replay_arena_fill", _MEAN, "share of the trajectory stores in use, what is being trained on included"),
     ("buffer/fill", _MEAN, "share of the replay buffer's slots in use"),

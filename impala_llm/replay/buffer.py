@@ -50,15 +50,12 @@ class Moment:
 @dataclass(frozen=True)
 class BufferStats:
     num_trajectories: int
-    num_items: int
     num_bytes: int
     """Size of the arrays of all trajectories."""
-    num_signatures: int
     fill: float
     """The larger share of the two capacities, in [0, 1]."""
     oldest_version: int | None
     """The smallest of the items; None when the buffer is empty."""
-    newest_version: int | None
 
 
 class StateTooLarge(ValueError):
@@ -262,12 +259,9 @@ class ReplayBuffer:
         num_trajectories, num_bytes = int(items.num_trajectories.sum()), int(items.num_bytes.sum())
         return BufferStats(
             num_trajectories=num_trajectories,
-            num_items=len(self),
             num_bytes=num_bytes,
-            num_signatures=int(np.count_nonzero(np.bincount(items.signature))),
             fill=max(num_trajectories / self._capacity_trajectories, num_bytes / self._capacity_bytes),
             oldest_version=int(items.version.min()) if len(self) else None,
-            newest_version=int(items.version.max()) if len(self) else None,
         )
 
     def moment(self) -> Moment:

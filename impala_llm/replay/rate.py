@@ -55,14 +55,12 @@ class SamplesPerInsert:
         self._samples += num
 
     def state_dict(self) -> dict[str, float]:
-        """Counts, and the surplus, which holds for another ratio as well. States of ranks may be added up."""
-        surplus = self._inserts * self._ratio - self._samples
-        return {"inserts": self._inserts, "samples": self._samples, "surplus": surplus}
+        """Inserts, and the surplus, which holds for another ratio as well. States of ranks may be added up."""
+        return {"inserts": self._inserts, "surplus": self._inserts * self._ratio - self._samples}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Take over a state; where the ratio was another, the surplus stays and gives the count of samples."""
         self._inserts = int(state["inserts"])
-        all_due = self._inserts * self._ratio
-        # States of earlier releases have no surplus; after a change of the ratio it may be out of reach.
-        surplus = max(state.get("surplus", all_due - state["samples"]), self._least)
-        self._samples = round(all_due - surplus)
+        # After a change of the ratio it may be out of reach.
+        surplus = max(state["surplus"], self._least)
+        self._samples = round(self._inserts * self._ratio - surplus)

@@ -74,13 +74,6 @@ def test_one_that_goes_on_without_a_checkpoint_counts_minutes_from_its_start() -
     assert not due.is_due(8, 619.0) and due.is_due(9, 620.0)
 
 
-def test_a_checkpoint_whose_last_evaluation_is_ahead_of_the_run_puts_off_no_evaluation() -> None:
-    """One of before evaluations were due by updates, written after a lost host: versions are 257 ahead."""
-    due = schedule(update=7, every_updates=10)
-    due.load_state_dict({"last": [264, 30.0], "best": None, "without_gain": 0})
-    assert not due.is_due(16, 60.0) and due.is_due(17, 60.0)
-
-
 def test_what_was_found_has_means_intervals_and_the_span_of_versions() -> None:
     scores = [1.0, 0.0, 0.5, 1.0]
     found = schedule(every_updates=1).observe(evaluation(scores, version=20, last_version=23), version=40, update=25)
@@ -438,7 +431,8 @@ def test_a_learner_of_a_run_that_patience_has_ended_trains_no_further(
     """As after a policy that could not be saved, or with less patience: it says why, and the next start is refused."""
     words = ["experiment=toy", "evaluation.every_updates=3", f"run.dir={tmp_path}", "run.terminal=false"]
     words.append(f"run.name=test-{uuid.uuid4().hex[:12]}")
-    state = {"last": [3, 1.0], "best": [0, 0.5, 0], "without_gain": 2}
+    found = [0, 0.5, 0]
+    state = {"last": [3, 1.0], "observed": 3, "best": found, "highest": found, "without_gain": 2}
     with monkeypatch.context() as ended, ExitStack() as stack:
         ended.setattr(EvaluationSchedule, "state_dict", lambda _schedule: state)
         learner = Learner(load(words), Ranks("cpu"), stack, Start(), Mock(number=0))

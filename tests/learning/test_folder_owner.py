@@ -88,21 +88,6 @@ def test_a_living_learner_is_known_after_the_clock_was_set(tmp_path: Path, monke
             wait(tmp_path)
 
 
-@on_linux
-@pytest.mark.parametrize("lives", [True, False])
-def test_a_learner_of_an_earlier_release_is_watched_as_the_clock_may_have_been_set(tmp_path: Path, lives: bool) -> None:
-    with FolderOwner(tmp_path, beat_s=1000.0):
-        owner = json.loads((tmp_path / FILE).read_text())
-    owner |= {"id": "other", "started": psutil.Process().create_time() - 1.0}
-    if lives:
-        with beating(tmp_path, owner), pytest.raises(ConfigError, match="is training there"):
-            wait(tmp_path)
-    else:
-        note(tmp_path, owner)
-        (said,) = wait(tmp_path)
-        assert "sign of life" in said
-
-
 def test_a_process_of_the_same_number_is_another(tmp_path: Path) -> None:
     with FolderOwner(tmp_path, beat_s=1000.0):
         owner = json.loads((tmp_path / FILE).read_text())

@@ -44,16 +44,6 @@ def test_members_of_open_groups_are_counted_once_and_their_groups_go_on() -> Non
     assert [t.ticket_id for t in source.next_batch(version=0).trajectories] == list(range(BATCH))  # type: ignore[union-attr]
 
 
-def test_members_of_open_groups_that_an_earlier_release_did_not_note_are_taken_in() -> None:
-    arrived = members(0)[:2]
-    state = saved_with(arrived)
-    del state["groups"]["open"]
-    source, receiver, _ = make_source(state["curriculum"])
-    source.load_state_dict(state, {t.unroll_id: t for t in arrived}, version=0)
-    receiver.arriving = members(0)[2:] + members(1)
-    assert source.next_batch(version=0) is not None
-
-
 def test_an_open_group_that_another_rank_takes_over_is_not_counted_again() -> None:
     """Groups 0 and 1 of one rank become those of two."""
     arrived = {rank: members(rank)[:2] for rank in (0, 1)}

@@ -1,5 +1,6 @@
 """A run begins, goes on or is refused, by the contents of its folders."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -57,7 +58,7 @@ def leave_in_memory(
     run_id: int = 77,
     replay: ReplayConfig | None = None,
 ) -> None:
-    """Leave in shared memory what a dead learner leaves. life: None: of an earlier release. replay: None: no store."""
+    """Leave in shared memory what a dead learner leaves. life: None: it noted none. replay: None: no store."""
     with RunDirectory.create(name_of_run(settings), run_id=run_id, output=output.resolve()) as run:
         if life is not None:
             run.note_learner(life, num_ranks)
@@ -173,6 +174,14 @@ def test_a_folder_without_checkpoint_is_refused(settings: list[str]) -> None:
     make_run(settings, None)
     assert "holds a run already, without a checkpoint to go on from: set another run.name" in refusal(settings)
     assert "nor a checkpoint in" in refusal(settings, "run.resume=true")
+
+
+@pytest.mark.parametrize("resume", ["auto", "true"])
+def test_a_checkpoint_of_another_release_is_refused_with_what_to_do(settings: list[str], resume: str) -> None:
+    manifest = make_run(settings, 20) / "checkpoints" / name_of(20) / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 1}))
+    said = refusal(settings, f"run.resume={resume}")
+    assert "has format 1, of another release, " in said and "go on with that release, or begin a new run" in said
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import Mock
 
-import msgpack
 import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -270,18 +269,3 @@ def test_a_run_goes_on_beside_other_weights_of_a_reference_that_it_no_longer_ask
     train_further(reference)
     config.algorithm.kl_coef = 0.0
     make_model(config, Origin(5, 5, None, checkpoint, is_lost=True), Ranks("cpu"))
-
-
-def test_weights_under_adapters_are_compared_with_those_that_an_earlier_release_noted(tmp_path: Path) -> None:
-    start = save_lm(tmp_path / "model")
-    config = load([f"model.path={start}", "model.lora.rank=2", "algorithm.kl_coef=0.1", "engine.max_length=64"])
-    checkpoint = make_checkpoint(tmp_path, config)
-    file = checkpoint.manifest.path / "rank-0.msgpack"
-    state = msgpack.unpackb(file.read_bytes(), strict_map_key=False)
-    [state["base"]] = state.pop("bases").values()
-    file.write_bytes(msgpack.packb(state))
-    origin = Origin(5, 5, None, checkpoint, is_lost=True)
-    make_model(config, origin, Ranks("cpu"))
-    train_further(start)
-    with pytest.raises(ConfigError, match="has other weights"):
-        make_model(config, origin, Ranks("cpu"))

@@ -200,8 +200,6 @@ def test_a_full_buffer_gives_up_the_lowest_priority_again_and_again(
         held |= {item_id: (version, a, s, size) for item_id, a, s, size in new}
         next_id += num_new
     assert next_id - len(held) > 400
-    counts = Counter(signature for _, _, signature, _ in held.values())
-    assert buffer.stats().num_signatures == len(counts)
 
 
 def test_classes_are_drawn_each_by_itself_and_count_together_for_rarity() -> None:
@@ -247,8 +245,6 @@ def test_signatures_that_come_and_go_are_counted_as_long_as_they_are_there() -> 
         buffer.insert_all(
             [[make_trajectory(version=version, ticket_id=5 * version + i)] for i in range(5)], version, names
         )
-    # of two versions each: "same" twice, and two pairs
-    assert buffer.stats().num_signatures == 5
     restored = ReplayBuffer(PrioritySampler(rarity_exponent=1.0), 10, BIG, max_staleness=1, max_replays=BIG)
     restored.load_state_dict(buffer.state_dict(), {t.unroll_id: t for t in buffer.moment().trajectories})
     for each in (buffer, restored):

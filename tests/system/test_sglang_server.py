@@ -114,7 +114,7 @@ def test_a_port_that_was_taken_meanwhile_is_not_the_end(
     async def scenario() -> None:
         server = SGLangServer(settings)
         await server.start()
-        assert (server.starts, len(list(tmp_path.glob("start-*")))) == (1, 3)
+        assert len(list(tmp_path.glob("start-*"))) == 3
         await server.close()
         assert "was closed" in await server.wait_dead()
 
@@ -207,9 +207,8 @@ def test_a_death_is_noticed_and_nothing_is_left(
 
     async def scenario() -> None:
         server = SGLangServer(settings)
-        for start in (1, 2):
+        for _ in range(2):
             await server.start()
-            assert server.starts == start
             below = without_guard(started())
             find(below, victim).kill()
             async with asyncio.timeout(DEADLINE_S):

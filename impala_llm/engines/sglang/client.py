@@ -40,7 +40,6 @@ class ServerRefused(EngineError):
 class ServerInfo:
     """Settings of a server that its clients need."""
 
-    sglang_version: str
     incremental_streaming: bool
     radix_cache: bool
     max_prompt_length: int
@@ -84,7 +83,6 @@ class SGLangClient:
         model = await self._call("GET", "/model_info")
         try:
             return ServerInfo(
-                sglang_version=str(settings["version"]),
                 incremental_streaming=bool(settings.get("incremental_streaming_output")),
                 radix_cache=not settings["disable_radix_cache"],
                 max_prompt_length=int(settings["max_req_input_len"]),

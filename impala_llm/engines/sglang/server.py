@@ -46,8 +46,6 @@ class SGLangServer:
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
-        self.starts = 0
-        """Number of its successful starts."""
         self._url = ""
         self._guard: asyncio.subprocess.Process | None = None
         self._folder = Path()
@@ -85,7 +83,6 @@ class SGLangServer:
                 break
         assert guard is not None, "the final attempt raises"
         self._url = f"http://{HOST}:{port}"
-        self.starts += 1
         self._death = asyncio.get_running_loop().create_future()
         watching = self._watch(guard, _server(guard.pid), _workers(guard.pid), self._death)
         self._watcher = asyncio.create_task(watching)

@@ -1,4 +1,4 @@
-"""BM25 search over product texts, with the scores and the order of the original's engine (Lucene, k1 = 0.9, b = 0.4).
+"""BM25 search over product texts, in the order of the original's engine (Lucene, k1 = 0.9, b = 0.4).
 
 Invariant: the hits of a query depend only on the documents: score (float32) descending, ties by name ascending; a
 document without any term of the query is never a hit.
@@ -57,13 +57,9 @@ class SearchIndex:
 
     def search(self, query: str, k: int = MAX_HITS) -> list[str]:
         """The names of the best `k` documents, best first."""
-        return list(self._cached_hits(query, k)[0])
+        return list(self._cached_hits(query, k))
 
-    def search_scores(self, query: str, k: int = MAX_HITS) -> list[tuple[str, float]]:
-        """The names of the best `k` documents with their scores, best first."""
-        return list(zip(*self._cached_hits(query, k), strict=True))
-
-    def _hits(self, query: str, k: int) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    def _hits(self, query: str, k: int) -> tuple[str, ...]:
         documents, parts = [], []
         for word, repeats in Counter(analyze(query.lower())).items():
             if (term_id := self._term_ids.get(word)) is not None:
@@ -71,7 +67,7 @@ class SearchIndex:
                 documents.append(self._documents[postings])
                 parts.append(np.float32(repeats) * self._idf[term_id] * self._saturations[postings])
         if not parts:
-            return (), ()
+            return ()
         # Terms are float32 and their sum is rounded to float32 once, as in the original's engine.
         scores = np.bincount(np.concatenate(documents), np.concatenate(parts))
         hits = np.flatnonzero(scores)
@@ -80,7 +76,7 @@ class SearchIndex:
             best = hit_scores >= np.partition(hit_scores, len(hits) - k)[len(hits) - k]
             hits, hit_scores = hits[best], hit_scores[best]
         order = np.lexsort((self._ranks[hits], -hit_scores))[:k]
-        return tuple(self._names[hit] for hit in hits[order].tolist()), tuple(hit_scores[order].tolist())
+        return tuple(self._names[hit] for hit in hits[order].tolist())
 
 
 class _TermIds(dict[str, int]):

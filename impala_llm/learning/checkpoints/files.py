@@ -29,7 +29,7 @@ from typing import Any
 
 from impala_llm.processes.limited_warnings import RateLimitedWarnings
 
-FORMAT = 1
+FORMAT = 2
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 BEST = "best"
@@ -112,8 +112,11 @@ def read_manifest(path: Path) -> Manifest:
     try:
         values = json.loads((path / MANIFEST).read_bytes())
         if values["format"] != FORMAT:
-            raise CheckpointError(f"{MANIFEST} has format {values['format']}, this program reads {FORMAT}")
-        if values.pop("crc32", None) not in (None, _crc(values)):  # earlier releases wrote none
+            raise CheckpointError(
+                f"{MANIFEST} has format {values['format']}, of another release, and this program reads {FORMAT}: go on "
+                "with that release, or begin a new run from its policy/"
+            )
+        if values.pop("crc32") != _crc(values):
             raise CheckpointError(f"{MANIFEST} has another checksum")
         if path.name.removesuffix(REPLACED) != name_of(values["update"]):
             raise CheckpointError(f"{MANIFEST} is of update {values['update']}")
@@ -129,7 +132,7 @@ def read_manifest(path: Path) -> Manifest:
                 name: tuple(Part(file, key, tuple(offsets)) for file, key, offsets in parts)
                 for name, parts in values["tensors"].items()
             },
-            int(values.get("patience", 0)),
+            int(values["patience"]),
         )
     except CheckpointError:
         raise
@@ -260,7 +263,7 @@ class VersionMark:
         try:
             values = json.loads(self._path.read_bytes())
             self.reserved, self.ahead = int(values["reserved"]), int(values["ahead"])
-            self.life: int | None = int(values.get("life", 0))
+            self.life: int | None = int(values["life"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             self.reserved, self.ahead, self.life = -1, 0, None
         """Highest version that may have been published, -1: not known; by how much versions are ahead of updates; how

@@ -225,16 +225,13 @@ def _started(pid: int) -> int | float | None:
 
 
 def _lives(owner: dict[str, Any]) -> bool | None:
-    """Whether it lives. None where only the number tells: it is of another host, or an earlier release has noted when
-    it began, by a clock that may have been set since."""
+    """Whether it lives. None where only the number tells: it is of another host."""
     if owner.get("over"):
         return False
     if owner["space"] != _process_space():
         return None
-    now, noted = _started(owner["pid"]), owner["started"]
-    if now is None or now == noted:
-        return now is not None
-    return False if type(now) is type(noted) else None
+    now = _started(owner["pid"])
+    return now is not None and now == owner["started"]
 
 
 def _described(owner: dict[str, Any]) -> str:

@@ -90,18 +90,18 @@ def dealt(states: Sequence[Mapping[str, Any]], rank: int, num_ranks: int) -> dic
             "buffer": _dealt_buffer([source["buffer"] for source in sources], is_mine),
             "rate": {name: sum(rate[name] for rate in rates) / num_ranks for name in rates[0]},
             "groups": {
-                name: sorted(n for source in sources for n in source["groups"].get(name, ()))
+                name: sorted(n for source in sources for n in source["groups"][name])
                 for name in ("closed_short", "open")
             },
             "max_replayed": None,
-            "curriculum": merged([known for source in sources if (known := source.get("curriculum"))]),
+            "curriculum": merged([known for source in sources if (known := source["curriculum"])]),
         },
     }
 
 
 def rates_of(past: Past | None) -> Mapping[str, Any] | None:
-    """The state of its curriculum; None where it has none, or an earlier release wrote it."""
-    return None if past is None else past.plain["batches"].get("curriculum")
+    """The state of its curriculum; None where it has none."""
+    return None if past is None else past.plain["batches"]["curriculum"]
 
 
 def _dealt_buffer(buffers: Sequence[Mapping[str, Any]], is_mine: Callable[[int], bool]) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def how_to_start(config: Config) -> Start:
         left = None
         notes.append(f"{stale}: that is discarded, and the run goes on from checkpoint {checkpoint.path.name}")
     if left is None and checkpoint is None:
-        if resume is True:
+        if resume is True and not passed_over:
             raise ConfigError(_nothing_left(config))
         damaged = f" ({'; '.join(passed_over)})" if passed_over else ""
         raise ConfigError(f"{where}, without a checkpoint to go on from{damaged}: {anew}, or remove the folder")
@@ -263,7 +263,7 @@ def _differing(config: Config, folder: Path) -> list[tuple[str, object, object]]
                 break
             value = value[part]
         now = plain(now)  # as the file has it
-        # What an earlier release did not know had no other value.
+        # A setting that had no effect is not there.
         if is_there and value != now:
             found.append((key, value, now))
     return found

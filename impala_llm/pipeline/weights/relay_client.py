@@ -1,16 +1,15 @@
 """Relay: fetches the learner's weights to another host, once for all of its engines. The server is relay_server.py.
 
 Invariant: a relay publishes on its host's board only whole versions of the learner's board, with their checksums
-compared, and versions only grow. A relay, a server or the network may fail at any moment: chunks that were received are
-kept, and the download continues at the first missing chunk. The server keeps a version while it is being fetched, and
-versions published meanwhile are skipped; a version that was overwritten nevertheless is dropped.
+compared, and versions only grow. Server or network may fail at any moment: the download continues at the first missing
+chunk; a new relay begins it anew. The server keeps a version while it is being fetched, and those published meanwhile
+are skipped; a version that was overwritten nevertheless is dropped.
 
-    loop:  newest?  ->  contents of it  ->  chunks, `window` of them asked for at a time  ->  verify, publish locally
+    loop:  newest?  ->  contents of it  ->  chunks, some of them asked for at a time  ->  verify, publish locally
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -21,7 +20,6 @@ import zmq
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from impala_llm.pipeline.weights.relay_download import Download, FileChunk
 from impala_llm.pipeline.weights.relay_messages import (
-    MAX_CHUNK_BYTES,
     Chunk,
     ChunkRequest,
     Contents,
@@ -40,50 +38,37 @@ from impala_llm.pipeline.weights.slots import WeightsError
 from impala_llm.processes.limited_warnings import RateLimitedWarnings
 
 _POLL_S = 0.1
+_WINDOW = 4
+"""Requests for chunks without an answer at a time."""
 
 
 class WeightRelay(RelayThread):
     """Fetches versions to the board in `directory`, in its thread or by `turn`.
 
-    Chunks that were received before `close` are kept for the next relay.
-
     Args:
         directory: of this host's board.
         make_socket: returns a DEALER socket connected to the learner's weight server; called at first and whenever an
             answer is overdue, in the thread that works.
-        num_slots: of the board, as for WeightPublisher.
-        chunk_bytes: size of a request.
-        window: requests without an answer at a time.
+        chunk_bytes: size of a request, `relay_messages.MAX_CHUNK_BYTES` at most.
         answer_s: seconds to wait for an answer before the connection is made anew.
         poll_s: seconds between two requests for the newest version.
         monotonic: source of time, in seconds.
-
-    Raises:
-        ValueError: chunk_bytes or window is out of range.
     """
 
     def __init__(
         self,
         directory: Path,
         make_socket: Callable[[], zmq.Socket[bytes]],
-        num_slots: int = 3,
         chunk_bytes: int = 4 << 20,
-        window: int = 4,
         answer_s: float = 10.0,
         poll_s: float = 0.5,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not 1 <= chunk_bytes <= MAX_CHUNK_BYTES or window < 1:
-            raise ValueError(
-                f"chunk_bytes is {chunk_bytes} and window {window}: 1 to {MAX_CHUNK_BYTES}, and 1 at least, is right"
-            )
         super().__init__("weight relay")
         self._directory = directory
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._make_socket = make_socket
-        self._num_slots = num_slots
         self._chunk_bytes = chunk_bytes
-        self._window = window
         self._answer_s = answer_s
         self._poll_s = poll_s
         self._monotonic = monotonic
@@ -96,21 +81,17 @@ class WeightRelay(RelayThread):
         self._is_silent = False
         """Whether the log has reported that the server does not answer, and it has not answered since."""
 
-    def turn(self, timeout_s: float = math.inf) -> int | None:
+    def turn(self) -> int | None:
         """Ask for the newest version, then fetch and publish it, or one that the server keeps, if it is new here.
-
-        Args:
-            timeout_s: seconds for all of it; by default as long as chunks arrive.
 
         Returns:
             The version that was published; None where there is none newer, or it could not be fetched because the
-            server was silent, the version was overwritten, or the time was over: call again.
+            server was silent, or the version was overwritten: call again.
 
         Raises:
             WeightsError: the local board cannot be written.
         """
-        deadline = self._monotonic() + timeout_s
-        latest = self._ask(LatestRequest(self._number()), deadline)
+        latest = self._ask(LatestRequest(self._number()))
         if not isinstance(latest, Latest):
             return None
         here = self._reader.latest()
@@ -123,24 +104,22 @@ class WeightRelay(RelayThread):
         if latest.version < 0 or (here is not None and latest.version <= here):
             return None
         have = -1 if here is None else here
-        contents = self._ask(ManifestRequest(self._number(), latest.version, have), deadline)
+        contents = self._ask(ManifestRequest(self._number(), latest.version, have))
         if not isinstance(contents, Contents) or not have < contents.version <= latest.version:
             return None
         with closing(Download(self._directory, contents, self._chunk_bytes)) as download:
-            if not self._fetch(download, deadline):
+            if not download.is_whole() and not self._fetch(download):
                 return None
             try:
                 tensors, files = download.tensors(), download.files()
             except WeightsError as error:
                 self._warnings.log("weights arrived damaged, they are fetched again", str(error))
-                download.forget()
                 return None
             if self._publisher is None or files != self._files:
-                publisher = WeightPublisher(self._directory, self._num_slots, files)
+                publisher = WeightPublisher(self._directory, files=files)
                 publisher.reserve(tensors)
                 self._publisher, self._files = publisher, files
             self._publisher.publish(tensors, contents.version)
-            download.forget()
         return contents.version
 
     def _work(self) -> None:
@@ -150,13 +129,13 @@ class WeightRelay(RelayThread):
             self._warnings.log("the relay cannot write weights", str(error))
         self._stop.wait(self._poll_s)
 
-    def _fetch(self, download: Download, deadline: float) -> bool:
-        """Receive all missing chunks. Returns False where the version is gone, or the time is over."""
-        waiting = download.missing()[::-1]
+    def _fetch(self, download: Download) -> bool:
+        """Receive all chunks. Returns False where the version is gone, and after `close`."""
+        waiting = download.chunks[::-1]
         asked: dict[int, FileChunk] = {}
         version = download.contents.version
         while waiting or asked:
-            while waiting and len(asked) < self._window:
+            while waiting and len(asked) < _WINDOW:
                 chunk = waiting.pop()
                 number = self._number()
                 request = ChunkRequest(number, version, chunk.name, chunk.offset, chunk.length)
@@ -164,9 +143,9 @@ class WeightRelay(RelayThread):
                     waiting.append(chunk)
                     break
                 asked[number] = chunk
-            received = self._receive(deadline)
+            received = self._receive(self._monotonic() + self._answer_s)
             if received is None:
-                if self._stop.is_set() or self._monotonic() >= deadline:
+                if self._stop.is_set():
                     return False
                 self._reconnect()
                 waiting.extend(reversed(asked.values()))
@@ -178,16 +157,17 @@ class WeightRelay(RelayThread):
             if isinstance(reply, Gone):
                 return False
             chunk = asked.pop(reply.request)
-            if isinstance(reply, Chunk) and download.put(chunk, data, reply.checksum):
+            if isinstance(reply, Chunk) and len(data) == chunk.length:
+                download.put(chunk, data)
                 continue
             self._warnings.log("a chunk arrived damaged, it is asked for again", f"{chunk}: {len(data)} bytes")
             waiting.append(chunk)
         return True
 
-    def _ask(self, request: Request, deadline: float) -> Reply | None:
+    def _ask(self, request: Request) -> Reply | None:
         """Send a request and wait for its answer. Returns None where there is none in time."""
         if self._send(request):
-            until = min(deadline, self._monotonic() + self._answer_s)
+            until = self._monotonic() + self._answer_s
             while (received := self._receive(until)) is not None:
                 if received[0].request == request.request:
                     return received[0]
@@ -204,9 +184,8 @@ class WeightRelay(RelayThread):
             return False  # not connected, and the queue is full
         return True
 
-    def _receive(self, deadline: float) -> tuple[Reply, bytes] | None:
-        """Receive an answer and its data. Returns None after `answer_s`, at the deadline, and after `close`."""
-        until = min(deadline, self._monotonic() + self._answer_s)
+    def _receive(self, until: float) -> tuple[Reply, bytes] | None:
+        """Receive an answer and its data. Returns None where none has come until then, and after `close`."""
         while not self._stop.is_set() and (left := until - self._monotonic()) > 0:
             if self._socket is None or not self._socket.poll(int(1000 * min(left, _POLL_S)) + 1):
                 continue

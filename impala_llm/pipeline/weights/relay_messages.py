@@ -27,7 +27,7 @@ import msgpack
 
 from impala_llm.pipeline.weights.slots import WEIGHTS_FILE, Manifest
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MAX_CHUNK_BYTES = 16 << 20
 MAX_FRAME_BYTES = MAX_CHUNK_BYTES
 """Limit of any frame, to be set on the sockets."""
@@ -147,18 +147,12 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Answer to ChunkRequest. The data follows as a frame.
-
-    Attributes:
-        checksum: `copy_kernels.bytes_checksum` of the data.
-    """
+    """Answer to ChunkRequest. The data follows as a frame."""
 
     request: int
-    checksum: int
 
     def __post_init__(self) -> None:
         _check_int("request", self.request)
-        _check_int("checksum", self.checksum, 0, 2 * _INT64 - 1)
 
 
 @dataclass(frozen=True, slots=True)

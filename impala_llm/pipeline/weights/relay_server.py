@@ -39,6 +39,8 @@ from impala_llm.pipeline.weights.slots import WEIGHTS_FILE, WeightsError
 from impala_llm.processes.limited_warnings import RateLimitedWarnings
 
 _POLL_MS = 100
+_IDLE_S = 60.0
+"""Seconds without a request after which a relay counts as gone."""
 
 
 @dataclass
@@ -61,21 +63,15 @@ class WeightServer(RelayThread):
         directory: of the board.
         socket: a ROUTER, bound, with `relay_messages.MAX_FRAME_BYTES` as message limit and a short queue (each waiting
             message may be a chunk). The server owns it from now on.
-        idle_s: seconds without a request after which a relay counts as gone.
         monotonic: source of time, in seconds.
     """
 
     def __init__(
-        self,
-        directory: Path,
-        socket: zmq.Socket[bytes],
-        idle_s: float = 60.0,
-        monotonic: Callable[[], float] = time.monotonic,
+        self, directory: Path, socket: zmq.Socket[bytes], monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__("weight server")
         self._reader = WeightReader(directory)
         self._socket = socket
-        self._idle_s = idle_s
         self._monotonic = monotonic
         self._held: dict[int, _Held] = {}
         self._warnings = RateLimitedWarnings()
@@ -130,8 +126,7 @@ class WeightServer(RelayThread):
                     self._held[version] = held
             held.relays[relay] = self._monotonic()
             if isinstance(request, ChunkRequest):
-                data = _read(held.lease, request)
-                return Chunk(request.request, copy_kernels.bytes_checksum(np.frombuffer(data, np.uint8))), [data]
+                return Chunk(request.request), [_read(held.lease, request)]
             return _contents(held.lease, request.request), []
 
     def _leave(self, relay: bytes) -> None:
@@ -145,7 +140,7 @@ class WeightServer(RelayThread):
         now = self._monotonic()
         for held in list(self._held.values()):
             for relay, last_asked in list(held.relays.items()):
-                if now - last_asked >= self._idle_s:
+                if now - last_asked >= _IDLE_S:
                     self._leave(relay)
 
 

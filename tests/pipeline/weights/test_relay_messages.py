@@ -12,6 +12,7 @@ from impala_llm.pipeline.weights.board import WeightsError
 from impala_llm.pipeline.weights.relay_download import Download
 from impala_llm.pipeline.weights.relay_messages import (
     MAX_CHUNK_BYTES,
+    SCHEMA_VERSION,
     Chunk,
     ChunkRequest,
     Contents,
@@ -40,7 +41,7 @@ def test_sizes_that_cannot_be_are_an_error_and_no_memory(tmp_path: Path) -> None
 
 def test_two_relays_on_a_host_are_an_error(tmp_path: Path) -> None:
     with contextlib.closing(Download(tmp_path, make_contents(), 1000)) as download:
-        assert len(download.missing()) == 3
+        assert len(download.chunks) == 3
         with pytest.raises(WeightsError, match="one relay a host"):
             Download(tmp_path, make_contents(), 1000)
     Download(tmp_path, make_contents(), 1000).close()
@@ -54,7 +55,7 @@ def test_two_relays_on_a_host_are_an_error(tmp_path: Path) -> None:
         ChunkRequest(3, 4, "model.safetensors", 0, MAX_CHUNK_BYTES),
         Latest(1, -1),
         make_contents(files=(("a.json", 5, 2**64 - 1),), checksums=(0, 2**64 - 1)),
-        Chunk(7, 2**64 - 1),
+        Chunk(7),
         Gone(7, 3),
     ],
 )
@@ -100,7 +101,7 @@ def test_any_bytes_give_a_message_or_an_error(noise: bytes | list[object]) -> No
     if not isinstance(noise, bytes):
         for code in (1, 2, 3, 11, 12, 13, 14):
             with contextlib.suppress(OverflowError):
-                frames.append(msgpack.packb([1, code, *noise]))
+                frames.append(msgpack.packb([SCHEMA_VERSION, code, *noise]))
     for frame in frames:
         for decode in (decode_request, decode_reply):
             with contextlib.suppress(RelayWireError):
