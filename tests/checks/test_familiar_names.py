@@ -61,6 +61,8 @@ def test_the_page_of_algorithms_has_the_settings_of_a_method(word: str) -> None:
     [
         ("learner.max_steps=10", "learner.total_updates"),
         ("env.webshop.steps=10", "learner.total_updates"),
+        ("learner.max_updates=10", "learner.total_updates"),
+        ("trainer.total_training_steps=10", "learner.total_updates"),
         ("engine.max_tokens=64", "engine.max_new_tokens"),
         ("learner.micro_batch_size=4", "learner.token_budget"),
         ("run.output_dir=x", "run.dir"),
