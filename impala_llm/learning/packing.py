@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from impala_llm.algorithms.interface import PackedBatch
+from impala_llm.engines.out_of_memory import is_out_of_memory
 from impala_llm.learning.parallel import Ranks
 from impala_llm.processes.supervised import say
 from impala_llm.trajectory import Trajectory
@@ -245,13 +246,6 @@ class TokenBudget:
         """Take over what `state_dict` gave, unless learner.token_budget is another now."""
         if state["configured"] == self._configured:
             self.tokens, self.is_chosen = state["tokens"], state["is_chosen"]
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: CUDA's, Python's, or that of torch's allocator on a CPU."""
-    words = ("can't allocate memory", "not enough memory")  # on Linux and macOS; elsewhere
-    of_allocator = isinstance(error, RuntimeError) and any(each in str(error) for each in words)
-    return of_allocator or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 @contextmanager
