@@ -57,7 +57,8 @@ class Imitation:
     def accumulate(self, rows: Sequence[Trajectory]) -> None:
         """Compute the gradient of an update."""
         if not self.budget.is_chosen:
-            self.budget.choose(rows, self._trial, self.model, self.ranks)
+            to_come = self.optimizer.bytes_to_come(self.ranks.device.type)
+            self.budget.choose(rows, self._trial, to_come, self.ranks)
         weight = sum(self._weight(row) for row in rows)
         turns = max(1, sum(len(row.turns) for row in rows if not row.bootstrap))
 

@@ -99,7 +99,8 @@ class Trainer:
         self.log = MetricLog()
         with self.timer.stage("forward"):
             if not self.budget.is_chosen:
-                self.budget.choose(batch.trajectories, self.trial, self.model, self.ranks)
+                to_come = self.optimizer.bytes_to_come(self.ranks.device.type)
+                self.budget.choose(batch.trajectories, self.trial, to_come, self.ranks)
             self.monitor.begin(batch.trajectories, version)
         with self.timer.stage("pack"):
             batch = self.exchanged(batch, version)

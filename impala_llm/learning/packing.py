@@ -32,10 +32,8 @@ _TRIAL_TOKENS = 4096
 """Tokens that a budget's speed is measured on at least, in as many micro-batches as it takes."""
 _TRIAL_S = 2.0
 """A budget's speed is measured twice where that takes less."""
-_USABLE_MEMORY = 0.9
-"""Share of a GPU's memory that a trial step may take."""
-_MOMENTS = 2
-"""Values that the optimizer keeps beside each parameter; a trial comes before they exist."""
+_SPARE_MEMORY = 0.1
+"""Share of a GPU's memory that a trial step leaves over."""
 WITH_RANKS = "learner.sharding=fsdp2 with more ranks (there also learner.cpu_offload=true), or model.lora.rank=16"
 """Settings with which the optimizer's step takes much less memory, where there may be several ranks."""
 _Result = TypeVar("_Result")
@@ -151,7 +149,7 @@ class TokenBudget:
         self,
         trajectories: Sequence[Trajectory],
         trial: Callable[[PackedBatch], object],
-        model: torch.nn.Module,
+        to_come: int,
         ranks: Ranks,
     ) -> None:
         """Choose the budget by trial, and say what was found: on a CPU the fastest, on a GPU the largest that fits.
@@ -161,14 +159,14 @@ class TokenBudget:
         Args:
             trajectories: the first batch.
             trial: computes a micro-batch forward and backward, and leaves no gradient behind, also where it fails.
-            model: the learner's.
+            to_come: bytes that the optimizer's first step will take on this rank's device.
         """
         lengths = [t.num_tokens for t in trajectories]
         # As many tokens as a batch has, on average over ranks.
         total, longest = ranks.sum([float(sum(lengths)), float(max(lengths))])
         sizes = _sizes(int(total / ranks.world_size), int(longest / ranks.world_size))
         if ranks.device.type == "cuda":
-            found = self._choose_by_memory(trajectories, trial, model, ranks, sizes)
+            found = self._choose_by_memory(trajectories, trial, to_come, ranks, sizes)
         else:
             found = self._choose_by_speed(trajectories, trial, ranks, sizes)
         self.is_chosen = True
@@ -207,14 +205,15 @@ class TokenBudget:
         self,
         trajectories: Sequence[Trajectory],
         trial: Callable[[PackedBatch], object],
-        model: torch.nn.Module,
+        to_come: int,
         ranks: Ranks,
         sizes: list[int],
     ) -> str:
         cuda: Any = torch.cuda
         longest_first = sorted(trajectories, key=lambda t: -t.num_tokens)
-        limit = _USABLE_MEMORY * cuda.get_device_properties(ranks.device).total_memory
-        limit -= _MOMENTS * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        free, total = cuda.mem_get_info(ranks.device)
+        free += cuda.memory_reserved(ranks.device)  # of this process
+        limit = free - _SPARE_MEMORY * total - to_come
         peaks: list[float] = []
         for size in sizes:
             # Memory grows linearly with tokens: what is sure to fail is not tried.
@@ -236,7 +235,10 @@ class TokenBudget:
             self.tokens = size
         cuda.empty_cache()
         taken = f", which takes {peaks[-1] / 1e9:.1f} GB" if peaks else ""
-        return f"the largest that {limit / 1e9:.1f} GB hold beside the optimizer's moments{taken}"
+        return (
+            f"the largest that {limit / 1e9:.1f} GB hold beside the optimizer's moments{taken}; of the GPU's "
+            f"{total / 1e9:.1f} GB, CUDA itself and other processes hold {(total - free) / 1e9:.1f} GB"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The budget that was found, for a learner that continues from a checkpoint."""

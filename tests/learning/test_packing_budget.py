@@ -157,7 +157,7 @@ def test_on_a_cpu_no_budget_is_chosen_for_which_memory_does_not_suffice(
         compute(micro)
 
     budget = TokenBudget("auto")
-    budget.choose(make_batch() * 50, trial, torch.nn.Identity(), Ranks("cpu"))
+    budget.choose(make_batch() * 50, trial, 0, Ranks("cpu"))
     assert budget.is_chosen and budget.tokens <= max(512, most)
     assert f"memory does not suffice for {2 * most or 512:,}" in capsys.readouterr().out
 
@@ -172,7 +172,7 @@ def test_all_ranks_stop_their_trials_where_the_memory_of_one_does_not_suffice(mo
                 raise MemoryError
             compute(micro)
 
-        budgets[rank].choose(make_batch() * 50, trial, torch.nn.Identity(), ThreadRanks(rank, meeting))
+        budgets[rank].choose(make_batch() * 50, trial, 0, ThreadRanks(rank, meeting))
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(choose, (0, 1)))
@@ -208,7 +208,7 @@ def test_work_that_threads_share_counts_by_its_length_not_by_its_sum() -> None:
         other.join()
 
     budget = TokenBudget("auto")
-    budget.choose(make_batch() * 50, trial, torch.nn.Identity(), Ranks("cpu"))
+    budget.choose(make_batch() * 50, trial, 0, Ranks("cpu"))
     assert budget.tokens > 1024
 
 
@@ -237,7 +237,7 @@ def test_a_trial_that_ran_out_of_memory_amid_its_gradient_leaves_none(
     memory = Memory(says_so=False)
     memory.total_memory = 10**12
     memory.install(monkeypatch)
-    trainer.budget.choose(make_batch() * 20, trainer.trial, model, Device())  # type: ignore[arg-type]
+    trainer.budget.choose(make_batch() * 20, trainer.trial, 0, Device())  # type: ignore[arg-type]
     assert model.num_failures == 1 and trainer.budget.tokens == 1024
     assert all(p.grad is None for p in model.parameters())
 
@@ -253,23 +253,32 @@ class Device:
 
 
 class Memory:
-    """A GPU of 2,000 bytes on which a trial takes 200 and half a byte a token, and what asks torch for it."""
+    """A GPU of 2,000 bytes on which a trial takes 200 and half a byte a token, and what asks torch for it.
+
+    Args:
+        says_so: whether torch knows what a trial has taken.
+        others: bytes that other processes hold.
+    """
 
     total_memory = 2000
+    reserved = 300
+    """Bytes that this process has: they are free for a trial, as far as it needs them."""
 
-    def __init__(self, says_so: bool) -> None:
-        self.says_so = says_so
+    def __init__(self, says_so: bool, others: int = 0) -> None:
+        self.says_so, self.others = says_so, others
         self.tried: list[int] = []
         self.peak = 0.0
 
     def trial(self, micro: PackedBatch) -> None:
         self.tried.append(len(micro.tokens))
         self.peak = 200 + 0.5 * len(micro.tokens)
-        if self.peak > self.total_memory:
+        if self.peak > self.total_memory - self.others:
             raise ERRORS["cuda"]
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: self)
+        free = self.total_memory - self.others - self.reserved
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free, self.total_memory))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: self.reserved)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _device: None)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: self.peak if self.says_so else 0)
 
@@ -281,9 +290,21 @@ def test_on_a_gpu_the_largest_budget_is_chosen_that_its_memory_holds(
     memory, budget = Memory(says_so), TokenBudget("auto")
     memory.install(monkeypatch)
     # 4,096 tokens would take 2,248 bytes; 90 % of 2,000 bytes are left without an optimizer.
-    budget.choose(make_batch() * 100, memory.trial, torch.nn.Identity(), Device())  # type: ignore[arg-type]
+    budget.choose(make_batch() * 100, memory.trial, 0, Device())  # type: ignore[arg-type]
     assert budget.tokens == 2048
     assert max(memory.tried) <= (2048 if says_so else 4096), "what is sure to fail is not tried"
+
+
+def test_on_a_gpu_memory_that_other_processes_hold_is_left_to_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As an engine on the learner's own GPU."""
+    memory, budget = Memory(says_so=True, others=900), TokenBudget("auto")
+    memory.install(monkeypatch)
+    # 2,000 bytes less the others' 900, and less a tenth of all: 900 are left. 2,048 tokens would take 1,224.
+    budget.choose(make_batch() * 100, memory.trial, 0, Device())  # type: ignore[arg-type]
+    assert budget.tokens == 1024
+    assert "CUDA itself and other processes hold" in capsys.readouterr().out
 
 
 def test_micro_batches_of_a_lowered_budget_hold_every_row_once() -> None:
