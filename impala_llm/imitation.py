@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from impala_llm.algorithms.interface import PackedBatch
+from impala_llm.learning.kept_budget import conditions
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.packing import TokenBudget, memory_of_step
@@ -51,13 +52,14 @@ class Imitation:
             value_warmup_updates=0,
         )
         self.optimizer = Optimizer(model, of_steps)
-        self.budget = TokenBudget(learner.token_budget, ranks)
+        self.budget = TokenBudget(learner.token_budget, ranks, conditions(config, ranks, model))
         self.value_coef = sft.value_coef if config.algorithm.credit.uses_values else 0.0
 
     def accumulate(self, rows: Sequence[Trajectory]) -> None:
         """Compute the gradient of an update."""
-        if not self.budget.is_chosen:
-            self.budget.choose(rows, self._trial, self.model, self.ranks)
+        if self.budget.must_choose(self.ranks):
+            to_come = self.optimizer.bytes_to_come(self.ranks.device.type)
+            self.budget.choose(rows, self._trial, to_come, self.ranks)
         weight = sum(self._weight(row) for row in rows)
         turns = max(1, sum(len(row.turns) for row in rows if not row.bootstrap))
 

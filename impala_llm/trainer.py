@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from impala_llm.algorithms.importance import segment_sum
 from impala_llm.algorithms.interface import BatchLoss, Episodes, PackedBatch, parts_of
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardScale
+from impala_llm.learning.kept_budget import NOTE, conditions
 from impala_llm.learning.mismatch import MismatchMonitor
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, measured, named, objective, score
@@ -67,7 +69,8 @@ class Trainer:
         # After its check, which is exact only in float32.
         model.compute_in(config.learner.precision, config.learner.activation_checkpointing)
         self.optimizer = Optimizer(model, config.learner)
-        self.budget = TokenBudget(config.learner.token_budget, ranks)
+        note = Path(config.run.dir) / NOTE
+        self.budget = TokenBudget(config.learner.token_budget, ranks, conditions(config, ranks, model), note)
         self.monitor = MismatchMonitor(config, model, ranks.device, self.budget)
         self.balance = WorkBalance(ranks, model)
         self.scorers = Scorers(config, model, ranks.device)
@@ -98,8 +101,9 @@ class Trainer:
         """
         self.log = MetricLog()
         with self.timer.stage("forward"):
-            if not self.budget.is_chosen:
-                self.budget.choose(batch.trajectories, self.trial, self.model, self.ranks)
+            if self.budget.must_choose(self.ranks):
+                to_come = self.optimizer.bytes_to_come(self.ranks.device.type)
+                self.budget.choose(batch.trajectories, self.trial, to_come, self.ranks)
             self.monitor.begin(batch.trajectories, version)
         with self.timer.stage("pack"):
             batch = self.exchanged(batch, version)

@@ -354,15 +354,10 @@ def test_none_is_null_on_the_command_line() -> None:
         ),
         (["learner.cpu_offload=true"], ["learner.cpu_offload=true", "learner.sharding=fsdp2"]),
         (
-            ["learner.sharding=fsdp2", "learner.token_budget=auto"],
-            ["learner.token_budget=auto", "learner.sharding=fsdp2", "such as 8192"],
-        ),
-        (
             ["learner.tensor_parallel=2", "learner.sharding=fsdp2"],
             ["learner.tensor_parallel=2", "learner.sharding=fsdp2", "learner.sharding=replicated"],
         ),
         (["learner.tensor_parallel=2", "model.lora.rank=4"], ["learner.tensor_parallel=2", "model.lora.rank=0"]),
-        (["learner.tensor_parallel=2", "learner.token_budget=auto"], ["learner.token_budget=auto", "such as"]),
         (
             ["learner.tensor_parallel=2", "algorithm.recompute_behaviour=always"],
             ["algorithm.recompute_behaviour=always", "algorithm.recompute_behaviour=never"],

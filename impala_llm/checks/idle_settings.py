@@ -83,8 +83,6 @@ def _rules_of_learning(config: Config) -> list[_Rule]:
     no_reference = f"with algorithm.kl_coef=0{no_reward_kl} and algorithm.credit={algorithm.credit.name}"
     may_reject = algorithm.credit.problems(replace(algorithm, reject="token")) == algorithm.credit.problems(algorithm)
     shares = ["learner.sharding=fsdp2"]
-    if learner.token_budget == "auto":
-        shares.append(f"learner.token_budget={usual.token_budget}")
     if learner.tensor_parallel > 1:
         shares.append("learner.tensor_parallel=1")
     of_tokens = algorithm.credit.name == "vtrace" and getattr(algorithm.credit, "granularity", "") == "token"

@@ -125,17 +125,13 @@ def _attention_problems(config: Config) -> list[str]:
 
 
 def _sharding_problems(config: Config) -> list[str]:
-    """Ways of sharding that are impossible or forbid trials, and adapters without the library that makes them."""
+    """Ways of sharding that are impossible, and adapters without the library that makes them."""
     learner, rank, found = config.learner, config.model.lora.rank, []
     if learner.tensor_parallel > 1:
         recomputes = config.algorithm.recompute_behaviour
         others = {
             f"learner.sharding={learner.sharding}": (learner.sharding == "fsdp2", "learner.sharding=replicated"),
             f"model.lora.rank={rank}": (rank > 0, "model.lora.rank=0"),
-            "learner.token_budget=auto": (
-                learner.token_budget == "auto",
-                f"a number, such as learner.token_budget={LearnerConfig().token_budget}",
-            ),
             f"algorithm.recompute_behaviour={recomputes}": (
                 recomputes != "never",
                 "algorithm.recompute_behaviour=never",
@@ -147,11 +143,6 @@ def _sharding_problems(config: Config) -> list[str]:
             for key, (is_set, fix) in others.items()
             if is_set
         ]
-    if learner.sharding == "fsdp2" and learner.token_budget == "auto":
-        found.append(
-            "learner.token_budget=auto cannot go with learner.sharding=fsdp2: a rank whose trial runs out of memory "
-            f"would leave the others waiting amid a pass; set a number, such as {LearnerConfig().token_budget}"
-        )
     targets = config.model.lora.targets
     if rank and (named := [name for name in targets if name != "all-linear"]) and named != targets:
         found.append(

@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 from packaging.requirements import Requirement
 
+from impala_llm.commands import model_memory
 from impala_llm.commands.preflight import actors_checks, float32_bytes, reserved_bytes, training_checks
 from impala_llm.config import ConfigError, load, num_cores, threads_per_process
 from impala_llm.engines.sglang.launch_args import find_python
@@ -42,8 +43,6 @@ CHILD_S = 180.0
 CONNECT_S = 5.0
 SPARE_FILES = 256
 """Open files of a process beside those for each actor or request."""
-STATE_BYTES, FROZEN_BYTES = 16, 4
-"""Bytes a parameter in a learner rank: float32 weight, gradient, and AdamW's two moments; the weight alone."""
 
 TORCH_PROBE = """
 import json, torch
@@ -368,27 +367,8 @@ def open_files(config: Config) -> Finding:
 
 
 def learner_memory(config: Config, torch: dict[str, Any]) -> Finding:
-    """Memory for weights, gradients and optimizer: what is certain, before any activation."""
-    parameters, learner, num_actors = float32_bytes(config.model.path) // 4, config.learner, config.num_actors
-    is_shared, has_adapters = learner.sharding == "fsdp2", config.model.lora.rank > 0
-    width = FROZEN_BYTES if has_adapters else STATE_BYTES  # adapters are small beside it
-    each = width * parameters / 1e9 / (learner.num_ranks if is_shared else learner.tensor_parallel)
-    state = f"{each:.1f} GB for weights, gradients and optimizer of a rank; activations come on top"
-    gpus = [] if config.model.device == "cpu" or learner.cpu_offload else torch.get("gpus", [])
-    where = f"model.path={config.model.path} with learner.num_ranks={learner.num_ranks}"
-    needed, there, whose = each, min((gpu["gb"] for gpu in gpus[: learner.num_processes]), default=0.0), "a GPU's"
-    if not gpus:
-        actors = num_actors * (2 if config.engine.dtype == "bfloat16" else 4) * parameters / 1e9
-        state += f"; {actors:.1f} GB for the weights of the actors' engines"
-        where += f" and actor.num_actors={num_actors}"
-        needed, there, whose = learner.num_processes * each + actors, psutil.virtual_memory().total / 1e9, "this host's"
-    problems = []
-    if needed > there:
-        fix = "" if is_shared else "set learner.sharding=fsdp2, with more ranks, or "
-        problems = [
-            f"{where} takes {needed:.1f} GB of {whose} {there:.1f} GB: {fix}take a smaller model or more memory"
-        ]
-    return Finding("model memory", state, problems)
+    """Memory for weights, gradients, optimizer, engines and a checkpoint's copy: what is certain."""
+    return Finding("model memory", *model_memory.look(config, torch.get("gpus", [])))
 
 
 def process_group(config: Config, overrides: Sequence[str], torch: dict[str, Any]) -> Finding:

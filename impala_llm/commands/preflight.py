@@ -11,6 +11,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
@@ -598,6 +599,20 @@ def float32_bytes(path: str) -> int:
     """
     directory = model_directory(path)
     return sum(4 * math.prod(shape) for _, shape in _tensor_shapes(directory)) if directory else 0
+
+
+def layer_parameters(path: str) -> int:
+    """Number of parameters in the matrices of a model's layers, which tensor parallelism divides.
+
+    Args:
+        path: value of `model.path`.
+
+    Returns:
+        0 where the model is made from scratch, or cannot be read.
+    """
+    directory = model_directory(path)
+    shapes = _tensor_shapes(directory) if directory else ()
+    return sum(math.prod(shape) for name, shape in shapes if len(shape) > 1 and re.search(r"\.\d+\.", name))
 
 
 def _tensor_shapes(directory: Path) -> Iterator[tuple[str, list[int]]]:

@@ -22,8 +22,10 @@ from impala_llm.engines.embedded.model_check import (
     refusing,
     row_pairs,
 )
+from impala_llm.engines.out_of_memory import is_out_of_memory
 from impala_llm.learning.attention import FLASH_2, FLEX, SEGMENTS
 from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.packing import OutOfMemory
 from impala_llm.learning.parallel import Ranks, reshard
 from impala_llm.processes.supervised import say
 from impala_llm.settings import LearnerConfig
@@ -78,6 +80,7 @@ def choose_attention(model: PolicyModel, learner: LearnerConfig, max_length: int
 
     Raises:
         ModelRefused: the attention that learner.attention names cannot be used here, or would compute wrongly.
+        OutOfMemory: memory does not suffice for the comparison, from where ranks that share the policy cannot go on.
     """
     offered = options(learner.attention, ranks.device.type, learner.precision)
     model.compute_in(learner.precision)
@@ -85,10 +88,7 @@ def choose_attention(model: PolicyModel, learner: LearnerConfig, max_length: int
     for implementation in offered.implementations:
         reason = ""
         if implementation != SEGMENTS:
-            try:
-                compare(model, implementation, max_length, ranks.device)
-            except ModelRefused as error:
-                reason = str(error)
+            reason = reason_against(model, implementation, max_length, ranks.device, ranks.is_sharded)
         if not ranks.sum([float(bool(reason))], of_processes=True)[0]:
             model.attend_by(implementation)
             if ranks.is_main and (len(offered.implementations) > 1 or against):
@@ -100,6 +100,39 @@ def choose_attention(model: PolicyModel, learner: LearnerConfig, max_length: int
         f"learner.attention={learner.attention} cannot be used on {ranks.device}: {'; '.join(against)}; set "
         "learner.attention=auto"
     )
+
+
+def reason_against(
+    model: PolicyModel, implementation: str, max_length: int, device: torch.device, is_shared: bool = False
+) -> str:
+    """Return why an attention cannot be used with a policy, by `compare`; empty where it can.
+
+    Args:
+        implementation: transformers' name of it.
+        max_length: tokens of a row at most.
+        device: on which the policy computes.
+        is_shared: whether ranks share the policy.
+
+    Raises:
+        OutOfMemory: memory does not suffice for the comparison, from where ranks that share the policy cannot go on.
+    """
+    word = _word(implementation)
+    try:
+        compare(model, implementation, max_length, device)
+        return ""
+    except ModelRefused as error:
+        return str(error)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        if is_shared:  # the others may wait amid the same pass
+            raise OutOfMemory(
+                f"memory does not suffice for the comparison of {word} with segments, and where ranks share the policy "
+                "none can try the next attention alone: set learner.attention=segments"
+            ) from error
+    if torch.cuda.is_available():  # only here, outside of the handlers, nothing holds the tensors any more
+        torch.cuda.empty_cache()
+    return f"{word} is left out, since memory does not suffice for its comparison with segments"
 
 
 def compare(model: PolicyModel, implementation: str, max_length: int, device: torch.device) -> float:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from impala_llm.config import ConfigError
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.parallel import reshard
+from impala_llm.learning.parallel import local, reshard
 from impala_llm.settings import LearnerConfig
 
 _BASE_WIDTH = 64
@@ -120,6 +120,11 @@ class Optimizer:
                 f"of which episode, and what to check; learner.learning_rate={rate:g} may be too high"
             )
         return StepResult(norm, norm > limit, skip, self._config.learning_rate * factor)
+
+    def bytes_to_come(self, device_type: str) -> int:
+        """Return how many bytes of moments the next step will make on a device of a type, of this rank's shares."""
+        without = [local(p) for p in self._names if p not in self._adam.state]
+        return len(_MOMENTS) * sum(p.nbytes for p in without if p.device.type == device_type)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Moments and number of steps of every parameter, as `<parameter>.<moment>`; zeros before its first step.

@@ -26,8 +26,8 @@ from impala_llm.algorithms.interface import (
     Worth,
 )
 from impala_llm.config import ConfigError
+from impala_llm.engines.out_of_memory import is_out_of_memory
 from impala_llm.learning import packing, parallel
-from impala_llm.learning.packing import is_out_of_memory
 from impala_llm.plugs import raised_at
 from impala_llm.processes.supervised import say
 

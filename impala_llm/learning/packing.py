@@ -3,23 +3,27 @@ as configured, or found by trial, and lowered where memory runs out.
 
 Invariants. A trajectory is never cut, and every token of every trajectory is in exactly one micro-batch; the same
 trajectories in the same order give the same micro-batches. If memory runs out, the work is repeated from the beginning
-in smaller micro-batches, and each trajectory counts once in its results.
+in smaller micro-batches, and each trajectory counts once in its results. Where ranks share the policy, the others wait
+amid a pass then: the learner ends, and the next one repeats the work.
 """
 
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 
 from impala_llm.algorithms.interface import PackedBatch
+from impala_llm.engines.out_of_memory import is_out_of_memory
+from impala_llm.learning.kept_budget import differences, read_note, write_note
 from impala_llm.learning.parallel import Ranks
-from impala_llm.processes.supervised import say
+from impala_llm.processes.supervised import report_progress, say
 from impala_llm.trajectory import Trajectory
 
 AUTO = "auto"
@@ -31,10 +35,8 @@ _TRIAL_TOKENS = 4096
 """Tokens that a budget's speed is measured on at least, in as many micro-batches as it takes."""
 _TRIAL_S = 2.0
 """A budget's speed is measured twice where that takes less."""
-_USABLE_MEMORY = 0.9
-"""Share of a GPU's memory that a trial step may take."""
-_MOMENTS = 2
-"""Values that the optimizer keeps beside each parameter; a trial comes before they exist."""
+_SPARE_MEMORY = 0.1
+"""Share of a GPU's memory that a trial step leaves over."""
 WITH_RANKS = "learner.sharding=fsdp2 with more ranks (there also learner.cpu_offload=true), or model.lora.rank=16"
 """Settings with which the optimizer's step takes much less memory, where there may be several ranks."""
 _Result = TypeVar("_Result")
@@ -63,20 +65,36 @@ class OutOfMemory(RuntimeError):
     """Memory does not suffice for a single row, or for the optimizer's step."""
 
 
+class RestartNeeded(RuntimeError):
+    """This process cannot go on, and one that is started in its place can."""
+
+
 class TokenBudget:
     """Tokens of a micro-batch.
 
     Args:
         configured: learner.token_budget.
         ranks: of the learner, where they may share the policy.
+        conditions: what memory and time of a micro-batch depend on, see kept_budget.py.
+        note: file by which a learner whose ranks share the policy leaves a lower budget to the next; it is taken over.
     """
 
-    def __init__(self, configured: int | str, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        configured: int | str,
+        ranks: Ranks | None = None,
+        conditions: Mapping[str, Any] | None = None,
+        note: Path | None = None,
+    ) -> None:
         self._configured = configured
-        self._ranks = ranks
+        self._ranks, self._conditions, self._note = ranks, dict(conditions or {}), note
+        self._is_agreed = False
+        """Whether ranks have asked each other whether the budget must be found."""
         self.tokens = _LEAST if configured == AUTO else int(configured)
         self.is_chosen = configured != AUTO
         """Whether `tokens` is final, but for memory that runs out."""
+        if note is not None and (state := read_note(note)) is not None:
+            self._take_over(state, str(note))
 
     def run(
         self,
@@ -89,7 +107,8 @@ class TokenBudget:
         """Do the work on all micro-batches of these trajectories; where memory runs out, on all of them again at half
         of the budget, down to the longest row.
 
-        Ranks that share the policy all call it, and none of them can begin again alone.
+        Ranks that share the policy all call it. None of them can begin again alone: the learner ends, and the one that
+        is started next has the lower budget.
 
         Args:
             work: called with each micro-batch.
@@ -102,7 +121,8 @@ class TokenBudget:
             The results, by micro-batch.
 
         Raises:
-            OutOfMemory: memory does not suffice for the longest row alone, or runs out where ranks share the policy.
+            OutOfMemory: memory does not suffice for the longest row alone.
+            RestartNeeded: memory runs out where ranks share the policy, and the lower budget is noted.
         """
         while True:
             with packing():
@@ -124,50 +144,92 @@ class TokenBudget:
                 torch.cuda.empty_cache()
 
     def _lower(self, lengths: Sequence[int]) -> None:
-        longest, used = max(lengths, default=0), min(self.tokens, sum(lengths))
-        if self._ranks is not None and self._ranks.is_sharded:
+        """Lower the budget after memory has run out with rows of these lengths. Raises as `run` does."""
+        if not lengths:
             raise OutOfMemory(
-                f"out of memory in micro-batches of up to {used} tokens, and where ranks share the policy none can "
-                f"begin again alone: set learner.token_budget={max(2, used // 2)}, learner.activation_checkpointing=1 "
-                "or learner.precision=bfloat16"
+                f"memory does not suffice for a pass without rows, which other ranks have one more of: set {WITH_RANKS}"
             )
+        longest, used = max(lengths), min(self.tokens, sum(lengths))
         rows = f"rows of {min(lengths)} to {longest} tokens (mean {sum(lengths) / len(lengths):.0f})"
-        fix = "lower engine.max_length, or set learner.activation_checkpointing=1 or learner.precision=bfloat16"
+        fix = "learner.activation_checkpointing=1 or learner.precision=bfloat16"
         if used <= longest:
             raise OutOfMemory(
                 f"memory does not suffice for a row of {longest} tokens alone; of {rows}, with learner.token_budget="
-                f"{self._configured}: {fix}"
+                f"{self._configured}: lower engine.max_length, or set {fix}"
             )
         self.tokens = max(longest, used // 2)
-        say(
-            f"learner: out of memory with {rows} in micro-batches of up to {used} tokens, learner.token_budget="
-            f"{self._configured}: the same update is begun again with {self.tokens}; to avoid that, set "
-            f"learner.token_budget={self.tokens} or lower, or learner.activation_checkpointing=1 or "
-            "learner.precision=bfloat16"
+        happened = (
+            f"out of memory with {rows} in micro-batches of up to {used} tokens, learner.token_budget="
+            f"{self._configured}"
         )
+        fix = f"set learner.token_budget={self.tokens} or lower, or {fix}"
+        if self._ranks is not None and self._ranks.is_sharded:
+            self._end(happened, fix)
+        say(f"learner: {happened}: the same update is begun again with {self.tokens}; to avoid that, {fix}")
+
+    def _end(self, happened: str, fix: str) -> NoReturn:
+        """End a learner whose ranks share the policy, and leave the budget to the one that is started next.
+
+        Raises:
+            RestartNeeded: it is noted.
+            OutOfMemory: it cannot be noted.
+        """
+        happened += ", and where ranks share the policy none can begin again alone"
+        if self._note is None:
+            raise OutOfMemory(f"{happened}: {fix}")
+        noted = read_note(self._note)
+        is_newer = noted is None or bool(self._reason_against(noted))
+        if noted is not None and not is_newer:  # another rank may have noted one meanwhile
+            is_newer = self.tokens < noted["tokens"]
+            self.tokens = min(self.tokens, noted["tokens"])
+        try:
+            write_note(self._note, self.state_dict())
+        except OSError as error:
+            raise OutOfMemory(f"{happened}, nor is {self._note} written ({error.strerror}): {fix}") from error
+        if is_newer:  # each restart has a lower budget: no loop of crashes
+            report_progress()
+        sentence = (
+            f"{happened}: the learner ends, and once it is started again it computes the same update with "
+            f"{self.tokens}, by {self._note}; to avoid that, {fix}"
+        )
+        say(f"learner: {sentence}")  # of what the processes print as they end, the last may be another rank's
+        raise RestartNeeded(sentence)
+
+    def must_choose(self, ranks: Ranks) -> bool:
+        """Return whether the budget must be found by trial, on this rank or another one. All ranks call it."""
+        if self._configured != AUTO or self._is_agreed:
+            return False
+        self._is_agreed = True
+        return ranks.sum([float(not self.is_chosen)], of_processes=True)[0] > 0
 
     def choose(
         self,
         trajectories: Sequence[Trajectory],
         trial: Callable[[PackedBatch], object],
-        model: torch.nn.Module,
+        to_come: int,
         ranks: Ranks,
     ) -> None:
         """Choose the budget by trial, and say what was found: on a CPU the fastest, on a GPU the largest that fits.
 
-        All ranks call it, and try and choose the same.
+        All ranks call it, and try and choose the same. Where they share the policy, memory that runs out ends the
+        learner, and the next one has the largest budget that was tried before.
 
         Args:
             trajectories: the first batch.
             trial: computes a micro-batch forward and backward, and leaves no gradient behind, also where it fails.
-            model: the learner's.
+            to_come: bytes that the optimizer's first step will take on this rank's device.
+
+        Raises:
+            RestartNeeded: memory runs out where ranks share the policy.
+            OutOfMemory: the same, and it cannot be noted.
         """
+        self.tokens = _LEAST
         lengths = [t.num_tokens for t in trajectories]
         # As many tokens as a batch has, on average over ranks.
         total, longest = ranks.sum([float(sum(lengths)), float(max(lengths))])
         sizes = _sizes(int(total / ranks.world_size), int(longest / ranks.world_size))
         if ranks.device.type == "cuda":
-            found = self._choose_by_memory(trajectories, trial, model, ranks, sizes)
+            found = self._choose_by_memory(trajectories, trial, to_come, ranks, sizes)
         else:
             found = self._choose_by_speed(trajectories, trial, ranks, sizes)
         self.is_chosen = True
@@ -180,18 +242,19 @@ class TokenBudget:
         # In an order of its own, so that each micro-batch has rows of all lengths.
         order = np.random.default_rng(0).permutation(len(trajectories))
         rates: dict[int, float] = {}
-        _seconds(trial, [next(_micro_batches([trajectories[i] for i in order], sizes[0]))])  # it prepares much
+        first = next(_micro_batches([trajectories[i] for i in order], sizes[0]))
+        self._seconds(trial, [first], ranks, sizes[0] // 2)  # it prepares much
         best, lacking = 0, list[str]()
         for size in sizes:
             number = -(-_TRIAL_TOKENS // size)
             micros = list(islice(_micro_batches([trajectories[i] for i in order], size), number))
             tokens = ranks.sum([float(sum(len(micro.tokens) for micro in micros))])[0]
-            seconds = ranks.sum([_seconds(trial, micros)])[0]
+            seconds = ranks.sum([self._seconds(trial, micros, ranks, best or size // 2)])[0]
             if math.isinf(seconds):
                 lacking.append(f"memory does not suffice for {size:,}")
                 break
             if seconds < _TRIAL_S * ranks.world_size:
-                seconds = min(seconds, ranks.sum([_seconds(trial, micros)])[0])
+                seconds = min(seconds, ranks.sum([self._seconds(trial, micros, ranks, best or size // 2)])[0])
             rates[size] = tokens / seconds
             if not best or rates[size] > _MARGIN * rates[best]:
                 best = size
@@ -206,19 +269,20 @@ class TokenBudget:
         self,
         trajectories: Sequence[Trajectory],
         trial: Callable[[PackedBatch], object],
-        model: torch.nn.Module,
+        to_come: int,
         ranks: Ranks,
         sizes: list[int],
     ) -> str:
         cuda: Any = torch.cuda
         longest_first = sorted(trajectories, key=lambda t: -t.num_tokens)
-        limit = _USABLE_MEMORY * cuda.get_device_properties(ranks.device).total_memory
-        limit -= _MOMENTS * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        free, total = cuda.mem_get_info(ranks.device)
+        free += cuda.memory_reserved(ranks.device)  # of this process
+        limit = free - _SPARE_MEMORY * total - to_come
         peaks: list[float] = []
         for size in sizes:
             # Memory grows linearly with tokens: what is sure to fail is not tried.
             expected = 3 * peaks[-1] - 2 * peaks[-2] if len(peaks) > 1 else 0.0
-            if ranks.sum([float(expected > limit)])[0]:
+            if ranks.sum([float(expected > limit)], of_processes=True)[0]:
                 break
             cuda.reset_peak_memory_stats(ranks.device)
             failed = False
@@ -227,31 +291,86 @@ class TokenBudget:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
+                if ranks.is_sharded:
+                    self._end_trial(self.tokens if peaks else size // 2)
                 failed = True
             peak = cuda.max_memory_allocated(ranks.device)
-            if ranks.sum([float(failed or peak > limit)])[0]:
+            if ranks.sum([float(failed or peak > limit)], of_processes=True)[0]:
                 break
             peaks.append(peak)
             self.tokens = size
         cuda.empty_cache()
         taken = f", which takes {peaks[-1] / 1e9:.1f} GB" if peaks else ""
-        return f"the largest that {limit / 1e9:.1f} GB hold beside the optimizer's moments{taken}"
+        return (
+            f"the largest that {limit / 1e9:.1f} GB hold beside the optimizer's moments{taken}; of the GPU's "
+            f"{total / 1e9:.1f} GB, CUDA itself and other processes hold {(total - free) / 1e9:.1f} GB"
+        )
+
+    def _seconds(
+        self, trial: Callable[[PackedBatch], object], micros: Sequence[PackedBatch], ranks: Ranks, instead: int
+    ) -> float:
+        """Return the processor time of this thread, infinite where memory runs out. Beside actors that are busy, that
+        on the clock says little; that of the process adds up the threads that share a product, and those that have no
+        part in it.
+
+        Args:
+            instead: the budget of the next learner where memory runs out and ranks share the policy.
+        """
+        begin = time.thread_time()
+        try:
+            for micro in micros:
+                trial(micro)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if ranks.is_sharded:
+                self._end_trial(instead)
+            return math.inf
+        return time.thread_time() - begin
+
+    def _end_trial(self, instead: int) -> NoReturn:
+        """End a learner whose ranks share the policy and whose trial ran out of memory. Raises as `choose` does."""
+        self.tokens, self.is_chosen = instead, True
+        self._end("out of memory in a trial for learner.token_budget=auto", f"set learner.token_budget={instead}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The budget that was found, for a learner that continues from a checkpoint."""
-        return {"configured": self._configured, "tokens": self.tokens, "is_chosen": self.is_chosen}
+        """The budget that was found, and its conditions, for a learner that continues from a checkpoint."""
+        return {
+            "configured": self._configured,
+            "tokens": self.tokens,
+            "is_chosen": self.is_chosen,
+            "conditions": self._conditions,
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, unless learner.token_budget is another now."""
-        if state["configured"] == self._configured:
-            self.tokens, self.is_chosen = state["tokens"], state["is_chosen"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave, unless learner.token_budget or the conditions are others now."""
+        self._take_over(state, "the checkpoint")
 
+    def _take_over(self, state: Mapping[str, Any], source: str) -> None:
+        """Take over the state of an earlier budget, and say so, or why not.
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: CUDA's, Python's, or that of torch's allocator on a CPU."""
-    words = ("can't allocate memory", "not enough memory")  # on Linux and macOS; elsewhere
-    of_allocator = isinstance(error, RuntimeError) and any(each in str(error) for each in words)
-    return of_allocator or isinstance(error, torch.OutOfMemoryError | MemoryError)
+        Args:
+            source: where it lay, for the message.
+        """
+        tokens = state["tokens"]
+        is_known = self.is_chosen and self.tokens <= tokens  # as where none was lowered
+        if state["configured"] != self._configured or not state["is_chosen"] or is_known:
+            return
+        reason, key = self._reason_against(state), f"learner.token_budget={self._configured}"
+        if not reason:
+            self.tokens, self.is_chosen = tokens, True
+            found = f"of {source} is taken over, with {key}"
+        else:
+            anew = "it is found anew" if self._configured == AUTO else f"it begins with {self.tokens}"
+            found = f"of {source} is not taken over, since {reason}: with {key} {anew}"
+        if self._ranks is None or self._ranks.is_main:
+            say(f"learner: the budget of {tokens} tokens a micro-batch {found}")
+
+    def _reason_against(self, state: Mapping[str, Any]) -> str:
+        """Return why the state of an earlier budget does not hold today; empty where it does."""
+        if state["configured"] != self._configured:
+            return f"learner.token_budget was {state['configured']}"
+        return differences(state.get("conditions"), self._conditions)
 
 
 @contextmanager
@@ -293,17 +412,3 @@ def _micro_batches(trajectories: Sequence[Trajectory], token_budget: int) -> Ite
                 yield pack(members, _MOST)[0]
                 members = []
             members.append(t)
-
-
-def _seconds(trial: Callable[[PackedBatch], object], micros: Sequence[PackedBatch]) -> float:
-    """Processor time of this thread, infinite where memory runs out. Beside actors that are busy, that on the clock
-    says little; that of the process adds up the threads that share a product, and those that have no part in it."""
-    begin = time.thread_time()
-    try:
-        for micro in micros:
-            trial(micro)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return math.inf
-    return time.thread_time() - begin

@@ -121,8 +121,8 @@ class Ranks:
         """Bring a policy, the same on all ranks, to the device: whole, with rank 0's values, or this rank's share.
 
         Args:
-            precision: learner.precision. With bfloat16 layers are gathered in it, for `PolicyModel.compute_in`. Shares
-                and sums are float32 in any case, and so is what belongs to no layer.
+            precision: learner.precision. With bfloat16 layers are gathered in it, their norms too, for
+                `PolicyModel.compute_in`. Shares and sums are float32 in any case, and so is what belongs to no layer.
         """
         if not self.is_sharded:
             model.to(self.device)

@@ -14,9 +14,8 @@ from impala_llm.algorithms.distillation import insert_context
 from impala_llm.algorithms.interface import PackedBatch
 from impala_llm.checks.known_models import num_positions, other_vocabulary
 from impala_llm.config import ConfigError
-from impala_llm.engines.base import ModelRefused
 from impala_llm.learning.attention import SEGMENTS
-from impala_llm.learning.attention_choice import compare
+from impala_llm.learning.attention_choice import reason_against
 from impala_llm.learning.lora import is_adapted, without_adapters
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.policy_files import resolve_policy
@@ -126,11 +125,10 @@ def _frozen(config: Config, key: str, policy: PolicyModel, device: torch.device)
     model.check(config.engine.max_length)
     model.compute_in(config.learner.precision)
     if policy.attention != SEGMENTS:
-        try:
-            compare(model, policy.attention, config.engine.max_length, device)
+        if reason := reason_against(model, policy.attention, config.engine.max_length, device):
+            say(f"learner: packed rows of {directory} are computed by segments: {reason}")
+        else:
             model.attend_by(policy.attention)
-        except ModelRefused as error:
-            say(f"learner: packed rows of {directory} are computed by segments: {error}")
     if model.vocab_size != policy.vocab_size:
         raise ConfigError(other_vocabulary(key, path or directory, model.vocab_size, policy.vocab_size))
     return model

@@ -71,7 +71,6 @@ def test_it_is_taken_with_the_setting_that_gives_it_one() -> None:
         (["algorithm=ppo", "algorithm.reject_low=0.9"], "algorithm.reject_low"),
         (["algorithm=dpo", "algorithm.reject_low=0.9"], "algorithm.reject_low"),
         (["learner.cpu_offload=true"], "learner.cpu_offload"),
-        (["learner.cpu_offload=true", "learner.token_budget=auto"], "learner.cpu_offload"),
         (["learner.cpu_offload=true", "learner.tensor_parallel=2"], "learner.cpu_offload"),
         (["algorithm=vtrace", *BY_TOKEN, "algorithm.credit.turn_ratio=product"], "algorithm.credit.turn_ratio"),
         (["model.device=cpu", "model.cuda_products=tf32"], "model.cuda_products"),

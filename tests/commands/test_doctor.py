@@ -12,13 +12,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from impala_llm import cli
 from impala_llm.commands import doctor
 from impala_llm.commands.preflight import actors_checks, training_checks
+from impala_llm.config import load
 from impala_llm.pipeline.network.keys import make_keys
 from impala_llm.settings import ASSETS
 from tests.helpers import write_program
@@ -141,9 +143,9 @@ def test_a_model_that_memory_cannot_hold_is_wrong_and_sharding_is_named(
     examine: Examine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parameters = sum(t.size for t in load_file(ASSETS / "tiny_shopper" / "model.safetensors").values())
-    # Two ranks with four float32 numbers a parameter each, and an engine with one, in memory for eight: too little
-    # where each rank holds all of it, enough where they share it.
-    memory = psutil.virtual_memory()._replace(total=8 * 4 * parameters)
+    # Two ranks with four float32 numbers a parameter each, an engine with one, and a checkpoint's copy of three, in
+    # memory for nine: too little where each rank holds all of it, enough where they share it.
+    memory = psutil.virtual_memory()._replace(total=9 * 4 * parameters)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     settings = ["model=tiny_shopper", "env=webshop", "learner.num_ranks=2", "actor.num_actors=1"]
@@ -152,6 +154,68 @@ def test_a_model_that_memory_cannot_hold_is_wrong_and_sharding_is_named(
     assert "learner.num_ranks=2 and actor.num_actors=1" in problem and "learner.sharding=fsdp2" in problem
     _, found = examine(*settings, "learner.sharding=fsdp2")
     assert found["model memory"]["problems"] == []
+
+
+LAYERS, WHOLE = 2 * 1000 * 1000, 2 * 1000 * 500 + 1000
+"""Parameters of `save_shapes`: of the layers' matrices, and all others."""
+
+
+def save_shapes(folder: Path) -> Path:
+    """Write the weights of a model, alone."""
+    shapes = {
+        "model.embed_tokens.weight": (500, 1000),
+        "lm_head.weight": (500, 1000),
+        "model.layers.0.mlp.up_proj.weight": (1000, 1000),
+        "model.layers.1.mlp.up_proj.weight": (1000, 1000),
+        "model.norm.weight": (1000,),
+    }
+    folder.mkdir()
+    save_file({name: np.zeros(shape, np.float16) for name, shape in shapes.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "host", "said"),
+    [
+        # Four processes of a rank: a quarter of the layers' matrices, and all else.
+        (["learner.tensor_parallel=4"], 16 * (LAYERS / 4 + WHOLE) + 1000, 16, None),
+        (["learner.tensor_parallel=4"], 16 * (LAYERS / 4 + WHOLE) - 1000, 16, ["GPU 0 ", "tensor_parallel=4"]),
+        # An engine in bfloat16 on the GPU of the only rank.
+        (["engine.dtype=bfloat16"], 18 * (LAYERS + WHOLE) + 1000, 12, None),
+        (["engine.dtype=bfloat16"], 18 * (LAYERS + WHOLE) - 1000, 12, ["GPU 0 ", "1 engine "]),
+        # Each rank reads the whole policy; a checkpoint copies weights and moments.
+        (["learner.num_ranks=4", "learner.sharding=fsdp2"], 1e12, 16, None),
+        (["learner.num_ranks=4", "learner.sharding=fsdp2"], 1e12, 15, ["4 processes read the whole policy"]),
+        (["learner.num_ranks=2", "learner.sharding=fsdp2"], 1e12, 12, None),
+        (["learner.num_ranks=2", "learner.sharding=fsdp2"], 1e12, 11, ["copy for a checkpoint", "checkpoints_kept=0"]),
+        (["learner.num_ranks=2", "learner.sharding=fsdp2", "learner.checkpoints_kept=0"], 1e12, 8, None),
+        (["learner.num_ranks=2", "learner.sharding=fsdp2", "learner.cpu_offload=true"], 1e6, 28, None),
+        (["learner.num_ranks=2", "learner.sharding=fsdp2", "learner.cpu_offload=true"], 1e6, 27, ["checkpoint"]),
+    ],
+)
+def test_memory_counts_what_each_gpu_and_the_host_must_hold(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    gpu: float,
+    host: float,
+    said: list[str] | None,
+) -> None:
+    """gpu: bytes of a GPU. host: of this host, a parameter. said: words of the problem; None: there is none."""
+    memory = psutil.virtual_memory()._replace(total=int(host * (LAYERS + WHOLE)))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    config = load(["model=pretrained", f"model.path={save_shapes(tmp_path / 'model')}", "actor.num_actors=1", *words])
+    num_gpus = config.learner.num_processes
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus))))
+    if num_gpus > 1:  # only a single one is shared with the engine
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus + 1))))
+    gpus = [{"name": "a GPU", "gb": gpu / 1e9, "error": ""} for _ in range(num_gpus)] + [{"gb": 1e3}]
+    problems = doctor.learner_memory(config, {"gpus": gpus}).problems
+    if said is None:
+        assert problems == []
+    else:
+        assert len(problems) == 1 and all(word in problems[0] for word in said), problems
 
 
 def test_settings_that_are_refused_leave_what_is_known_of_the_host(examine: Examine) -> None:

@@ -21,6 +21,7 @@ from impala_llm.learning import attention_choice
 from impala_llm.learning.attention import FLASH_2, FLEX, SEGMENTS
 from impala_llm.learning.attention_choice import FLASH_3, Options, choose_attention, compare, options
 from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.packing import OutOfMemory
 from impala_llm.learning.parallel import Ranks
 from tests.families import VOCABULARY, build_family
 from tests.learning.builders import save_lm
@@ -276,6 +277,48 @@ def test_what_fails_here_is_passed_over_with_its_reason(
     assert line.startswith("learner: packed rows are computed by segments: it is Sunday; ")
     assert "cannot be computed by flash attention 2 (" in line
     assert "cannot be computed by flex attention (NotImplementedError: FlexAttention does not support backward" in line
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")],
+    ids=["torch", "cublas"],
+)
+def test_an_attention_for_which_memory_does_not_suffice_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    monkeypatch.setattr(attention_choice, "options", lambda *_: Options([FLASH_2, SEGMENTS], []))
+    model = without_memory(tmp_path, error)
+    choose_attention(model, load(["learner.precision=bfloat16"]).learner, 200, Ranks("cpu"))
+    assert model.attention == SEGMENTS
+    said = "memory does not suffice for its comparison with segments"
+    assert capsys.readouterr().out == (
+        f"learner: packed rows are computed by segments: flash attention 2 is left out, since {said}\n"
+    )
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_ranks_that_share_the_policy_end_where_memory_does_not_suffice_for_a_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait amid the same pass: no rank can try the next attention alone."""
+    monkeypatch.setattr(attention_choice, "options", lambda *_: Options([FLASH_2, SEGMENTS], []))
+    model, ranks = without_memory(tmp_path, torch.OutOfMemoryError("CUDA out of memory.")), Ranks("cpu")
+    ranks.is_sharded = True
+    with pytest.raises(OutOfMemory, match=r"flash attention 2 .*set learner\.attention=segments"):
+        choose_attention(model, load(["learner.precision=bfloat16"]).learner, 200, ranks)
+
+
+def without_memory(directory: Path, error: Exception) -> PolicyModel:
+    """A policy that has no memory for any attention but segments."""
+
+    class Small(PolicyModel):
+        def attend_by(self, implementation: str) -> None:
+            if implementation != SEGMENTS:
+                raise error
+            super().attend_by(implementation)
+
+    return Small.from_pretrained(save_lm(directory))
 
 
 def test_the_first_that_agrees_with_segments_is_taken(

@@ -179,3 +179,12 @@ def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
     del state["lm.model.norm.weight.exp_avg"]
     with pytest.raises(ValueError, match="of another model: it has no lm.model.norm.weight of shape"):
         optimizer.load_state_dict(state)
+
+
+def test_moments_come_with_the_first_step_and_not_again(tmp_path: Path) -> None:
+    model, optimizer = make(tmp_path)
+    expected = 2 * sum(p.nbytes for p in model.parameters())
+    assert (optimizer.bytes_to_come("cpu"), optimizer.bytes_to_come("cuda")) == (expected, 0)
+    fill_gradients(model, 1.0)
+    optimizer.step(0, 0.0)
+    assert optimizer.bytes_to_come("cpu") == 0

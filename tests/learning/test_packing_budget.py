@@ -16,7 +16,7 @@ from torch import Tensor
 from impala_llm.algorithms.interface import PackedBatch
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.packing import OutOfMemory, TokenBudget, pack
+from impala_llm.learning.packing import OutOfMemory, RestartNeeded, TokenBudget, pack
 from impala_llm.learning.parallel import Ranks
 from impala_llm.settings import Config, LearnerConfig
 from impala_llm.trainer import Trainer
@@ -119,6 +119,80 @@ def test_a_row_for_which_memory_does_not_suffice_is_named_with_what_to_lower(tmp
         trained(save_lm(tmp_path), settings(1000), most=39)
 
 
+def sharing() -> Ranks:
+    """A rank that shares the policy."""
+    ranks = Ranks("cpu")
+    ranks.is_sharded = True
+    return ranks
+
+
+def test_ranks_that_share_the_policy_name_a_row_for_which_memory_does_not_suffice(tmp_path: Path) -> None:
+    config = settings(20)
+    config.run.dir = str(tmp_path / "run")
+    model = SmallMemory.from_pretrained(save_lm(tmp_path))
+    model.most = 39
+    batch = Batch(tuple(make_batch()), (1.0,) * 6, tuple(range(6)), 1.0)
+    with pytest.raises(OutOfMemory, match=r"a row of 40 tokens alone.*learner\.token_budget=20.*engine\.max_length"):
+        Trainer(config, sharing(), model).update(batch, version=3, progress=0.0)
+
+
+def test_ranks_that_share_the_policy_end_and_go_on_with_a_smaller_budget(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None of them can begin again alone: the learner that is started next computes the update, to the last bit that
+    of the smaller budget."""
+    config = settings(1000)
+    config.run.dir = str(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    batch = Batch(tuple(make_batch()), (1.0,) * 6, tuple(range(6)), 1.0)
+    save_lm(tmp_path)
+    tried = []
+    for _ in range(3):
+        model = SmallMemory.from_pretrained(tmp_path)
+        model.most = 45
+        trainer = Trainer(config, sharing(), model)
+        tried.append(trainer.budget.tokens)
+        if len(tried) < 3:
+            words = r"rows of 5 to 40 tokens.*started again.*token_budget\.json.*learner\.activation_checkpointing=1"
+            with pytest.raises(RestartNeeded, match=words):
+                trainer.update(batch, version=3, progress=0.0)
+    assert tried == [1000, 59, 40]
+    assert f"of 40 tokens a micro-batch of {tmp_path / 'run' / 'token_budget.json'} is taken" in capsys.readouterr().out
+    trainer.update(batch, version=3, progress=0.0)
+    expected, _ = trained(tmp_path, settings(40))
+    for mine, other in zip(trainer.model.parameters(), expected.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    # A checkpoint of before does not raise it, and a remedy ends it.
+    trainer.budget.load_state_dict({**trainer.budget.state_dict(), "tokens": 1000})
+    assert trainer.budget.tokens == 40
+    remedied = settings(1000, activation_checkpointing=1)
+    remedied.run.dir = config.run.dir
+    assert Trainer(remedied, sharing(), SmallMemory.from_pretrained(tmp_path)).budget.tokens == 1000
+
+
+def test_ranks_that_share_the_policy_say_what_to_set_where_the_disk_is_full(tmp_path: Path) -> None:
+    budget = TokenBudget(119, sharing(), {}, tmp_path / "missing" / "token_budget.json")
+
+    def work(micro: PackedBatch) -> None:
+        raise MemoryError
+
+    with pytest.raises(OutOfMemory, match=r"token_budget\.json written .*: set learner\.token_budget=59 or lower"):
+        budget.run(make_batch(), work)
+
+
+def test_a_trial_of_ranks_that_share_the_policy_leaves_what_it_has_found(tmp_path: Path) -> None:
+    def trial(micro: PackedBatch) -> None:
+        if len(micro.tokens) > 1024:
+            raise MemoryError
+        compute(micro)
+
+    budget = TokenBudget("auto", sharing(), {}, tmp_path / "note")
+    with pytest.raises(RestartNeeded):
+        budget.choose(make_batch() * 50, trial, 0, sharing())
+    after = TokenBudget("auto", sharing(), {}, tmp_path / "note")
+    assert after.tokens in (512, 1024) and not after.must_choose(sharing())
+
+
 def test_other_errors_of_the_model_are_not_taken_for_a_lack_of_memory(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="shapes"):
         trained(save_lm(tmp_path), settings(1000), most=39, error=RuntimeError("shapes cannot be multiplied"))
@@ -130,13 +204,59 @@ def test_the_chosen_budget_is_said_and_kept_by_a_learner_that_goes_on(
     trainer, _ = trained(save_lm(tmp_path), settings("auto"))
     said = capsys.readouterr().out
     assert re.search(r"learner\.token_budget=auto is \d+ tokens a micro-batch: .*tokens/s at 512", said)
-    budget = TokenBudget("auto")
-    assert not budget.is_chosen
-    budget.load_state_dict(trainer.state_dict()["budget"])  # as a checkpoint has it
-    assert budget.is_chosen and budget.tokens == trainer.budget.tokens
+    again = Trainer(settings("auto"), Ranks("cpu"), SmallMemory.from_pretrained(tmp_path)).budget
+    assert not again.is_chosen
+    again.load_state_dict(trainer.state_dict()["budget"])  # as a checkpoint has it
+    assert again.is_chosen and again.tokens == trainer.budget.tokens
+    assert (
+        f"the budget of {again.tokens} tokens a micro-batch of the checkpoint is taken over" in capsys.readouterr().out
+    )
     other = TokenBudget(4096)
     other.load_state_dict(trainer.budget.state_dict())
     assert other.tokens == 4096, "a setting that was changed counts"
+    assert not capsys.readouterr().out
+
+
+def test_a_lowered_budget_ends_with_the_remedy_that_was_offered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lowered = trained(save_lm(tmp_path), settings(70), most=45)[0].state_dict()["budget"]
+    kept, remedied = (
+        Trainer(settings(70, **remedy), Ranks("cpu"), SmallMemory.from_pretrained(tmp_path)).budget
+        for remedy in ({}, {"activation_checkpointing": 1})
+    )
+    capsys.readouterr()
+    kept.load_state_dict(lowered)
+    said = capsys.readouterr().out
+    assert kept.tokens == 40 and said.count("\n") == 1
+    assert "of 40 tokens a micro-batch of the checkpoint is taken over, with learner.token_budget=70" in said
+    remedied.load_state_dict(lowered)
+    said = capsys.readouterr().out
+    assert remedied.tokens == 70 and said.count("\n") == 1
+    assert "learner.activation_checkpointing was 0 and is 1: with learner.token_budget=70 it begins with 70" in said
+
+
+@pytest.mark.parametrize("before", [{"the device": "NVIDIA A100"}, None], ids=["of another device", "of before"])
+def test_a_budget_that_was_found_on_another_device_is_found_anew(
+    before: dict[str, str] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {"configured": "auto", "tokens": 65536, "is_chosen": True, "conditions": before}
+    budget = TokenBudget("auto", None, {"the device": "NVIDIA H100"})
+    budget.load_state_dict({key: value for key, value in state.items() if value is not None})
+    assert budget.must_choose(Ranks("cpu"))
+    assert "with learner.token_budget=auto it is found anew" in capsys.readouterr().out
+
+
+def test_all_ranks_find_a_budget_anew_where_one_must() -> None:
+    meeting = Meeting()
+    ranks = [ThreadRanks(rank, meeting) for rank in range(2)]
+    budgets = [TokenBudget("auto", None, {"the device": f"GPU {rank}"}) for rank in range(2)]
+    state = {"configured": "auto", "tokens": 2048, "is_chosen": True, "conditions": {"the device": "GPU 0"}}
+    for budget in budgets:
+        budget.load_state_dict(state)
+    assert [budget.is_chosen for budget in budgets] == [True, False]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(TokenBudget.must_choose, budgets, ranks)) == [True, True]
 
 
 def compute(micro: PackedBatch) -> None:
@@ -157,7 +277,7 @@ def test_on_a_cpu_no_budget_is_chosen_for_which_memory_does_not_suffice(
         compute(micro)
 
     budget = TokenBudget("auto")
-    budget.choose(make_batch() * 50, trial, torch.nn.Identity(), Ranks("cpu"))
+    budget.choose(make_batch() * 50, trial, 0, Ranks("cpu"))
     assert budget.is_chosen and budget.tokens <= max(512, most)
     assert f"memory does not suffice for {2 * most or 512:,}" in capsys.readouterr().out
 
@@ -172,7 +292,7 @@ def test_all_ranks_stop_their_trials_where_the_memory_of_one_does_not_suffice(mo
                 raise MemoryError
             compute(micro)
 
-        budgets[rank].choose(make_batch() * 50, trial, torch.nn.Identity(), ThreadRanks(rank, meeting))
+        budgets[rank].choose(make_batch() * 50, trial, 0, ThreadRanks(rank, meeting))
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(choose, (0, 1)))
@@ -208,7 +328,7 @@ def test_work_that_threads_share_counts_by_its_length_not_by_its_sum() -> None:
         other.join()
 
     budget = TokenBudget("auto")
-    budget.choose(make_batch() * 50, trial, torch.nn.Identity(), Ranks("cpu"))
+    budget.choose(make_batch() * 50, trial, 0, Ranks("cpu"))
     assert budget.tokens > 1024
 
 
@@ -237,7 +357,7 @@ def test_a_trial_that_ran_out_of_memory_amid_its_gradient_leaves_none(
     memory = Memory(says_so=False)
     memory.total_memory = 10**12
     memory.install(monkeypatch)
-    trainer.budget.choose(make_batch() * 20, trainer.trial, model, Device())  # type: ignore[arg-type]
+    trainer.budget.choose(make_batch() * 20, trainer.trial, 0, Device())  # type: ignore[arg-type]
     assert model.num_failures == 1 and trainer.budget.tokens == 1024
     assert all(p.grad is None for p in model.parameters())
 
@@ -246,30 +366,39 @@ class Device:
     """A rank whose device is said to be a GPU."""
 
     device = torch.device("cuda", 0)
-    world_size, is_main = 1, True
+    world_size, is_main, is_sharded = 1, True, False
 
-    def sum(self, numbers: list[float]) -> list[float]:
+    def sum(self, numbers: list[float], of_processes: bool = False) -> list[float]:
         return numbers
 
 
 class Memory:
-    """A GPU of 2,000 bytes on which a trial takes 200 and half a byte a token, and what asks torch for it."""
+    """A GPU of 2,000 bytes on which a trial takes 200 and half a byte a token, and what asks torch for it.
+
+    Args:
+        says_so: whether torch knows what a trial has taken.
+        others: bytes that other processes hold.
+    """
 
     total_memory = 2000
+    reserved = 300
+    """Bytes that this process has: they are free for a trial, as far as it needs them."""
 
-    def __init__(self, says_so: bool) -> None:
-        self.says_so = says_so
+    def __init__(self, says_so: bool, others: int = 0) -> None:
+        self.says_so, self.others = says_so, others
         self.tried: list[int] = []
         self.peak = 0.0
 
     def trial(self, micro: PackedBatch) -> None:
         self.tried.append(len(micro.tokens))
         self.peak = 200 + 0.5 * len(micro.tokens)
-        if self.peak > self.total_memory:
+        if self.peak > self.total_memory - self.others:
             raise ERRORS["cuda"]
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: self)
+        free = self.total_memory - self.others - self.reserved
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free, self.total_memory))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: self.reserved)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _device: None)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: self.peak if self.says_so else 0)
 
@@ -281,9 +410,21 @@ def test_on_a_gpu_the_largest_budget_is_chosen_that_its_memory_holds(
     memory, budget = Memory(says_so), TokenBudget("auto")
     memory.install(monkeypatch)
     # 4,096 tokens would take 2,248 bytes; 90 % of 2,000 bytes are left without an optimizer.
-    budget.choose(make_batch() * 100, memory.trial, torch.nn.Identity(), Device())  # type: ignore[arg-type]
+    budget.choose(make_batch() * 100, memory.trial, 0, Device())  # type: ignore[arg-type]
     assert budget.tokens == 2048
     assert max(memory.tried) <= (2048 if says_so else 4096), "what is sure to fail is not tried"
+
+
+def test_on_a_gpu_memory_that_other_processes_hold_is_left_to_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As an engine on the learner's own GPU."""
+    memory, budget = Memory(says_so=True, others=900), TokenBudget("auto")
+    memory.install(monkeypatch)
+    # 2,000 bytes less the others' 900, and less a tenth of all: 900 are left. 2,048 tokens would take 1,224.
+    budget.choose(make_batch() * 100, memory.trial, 0, Device())  # type: ignore[arg-type]
+    assert budget.tokens == 1024
+    assert "CUDA itself and other processes hold" in capsys.readouterr().out
 
 
 def test_micro_batches_of_a_lowered_budget_hold_every_row_once() -> None:

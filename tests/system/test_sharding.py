@@ -76,6 +76,8 @@ def alone(start: Start, policy: Path, tmp_path_factory: pytest.TempPathFactory) 
         (3, ["learner.sharding=fsdp2"]),
         (2, ["learner.tensor_parallel=2"]),
         (4, ["learner.tensor_parallel=2"]),
+        (2, ["learner.sharding=fsdp2", "learner.token_budget=auto"]),
+        (4, ["learner.tensor_parallel=2", "learner.token_budget=auto"]),
     ],
 )
 def test_five_updates_give_the_parameters_of_one_rank(

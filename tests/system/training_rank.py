@@ -99,7 +99,8 @@ def main(arguments: list[str]) -> None:
         ["model=scratch", "algorithm=ppo", f"learner.num_ranks={num_ranks}", "learner.warmup_updates=0", *settings]
     )
     config.model.path = str(policy)
-    config.learner.token_budget = 44  # below what settings admit: many micro-batches, unlike in number between ranks
+    if config.learner.token_budget != "auto":
+        config.learner.token_budget = 44  # many micro-batches, unlike in number between ranks
     how = config.learner.sharding, config.learner.cpu_offload, config.learner.tensor_parallel
     ranks = Ranks("cpu", 60.0, *how)
     torch.manual_seed(0)

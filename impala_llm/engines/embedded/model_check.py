@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from impala_llm.engines.base import ModelRefused
+from impala_llm.engines.out_of_memory import is_out_of_memory
 
 TOLERANCE = 1e-3
 """Largest mean difference over a row's tokens, in nats, in float32. Correct models stay below 1e-5; the smallest error
@@ -113,7 +114,8 @@ def check_agreement(
 
 @contextmanager
 def refusing(what: str, fix: str = "take a model of the table in docs/engines.md") -> Iterator[None]:
-    """Turn errors of a model's own code, on a path that it was not written for, into ModelRefused.
+    """Turn errors of a model's own code, on a path that it was not written for, into ModelRefused. A lack of memory is
+    none of these, and passes.
 
     Args:
         what: "the model ... cannot be ...", for the message.
@@ -121,9 +123,11 @@ def refusing(what: str, fix: str = "take a model of the table in docs/engines.md
     """
     try:
         yield
-    except (ModelRefused, torch.OutOfMemoryError):
+    except ModelRefused:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         cause = error.__cause__ or error
         # The first sentence: what follows it is advice that does not fit here.
         reason = f"{type(cause).__name__}: {' '.join(str(cause).split()).partition('. ')[0]}"

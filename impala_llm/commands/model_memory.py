@@ -1,0 +1,111 @@
+"""Memory that a run certainly needs for its model, on each GPU and on the host, before any activation."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from impala_llm.commands.preflight import float32_bytes, layer_parameters
+from impala_llm.config import ConfigError
+from impala_llm.gpus import deal_gpus, visible_gpus
+from impala_llm.settings import Config
+
+STATE_BYTES, FROZEN_BYTES = 16, 4
+"""Bytes a parameter in a learner rank: float32 weight, gradient, and AdamW's two moments; the weight alone."""
+READ_BYTES, COPIED_BYTES = 4, 12
+"""Bytes a parameter of the host's memory: the policy as each process of the learner reads it at its start; weight and
+moments as a checkpoint copies them before they are written."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Needs of a run's model, in GB."""
+
+    process: float
+    """Weights, gradients and moments of a process of the learner."""
+    num_processes: int
+    engine: float
+    """Weights of an actor's embedded engine; 0 where a server has its own."""
+    read: float
+    """The policy in the host's memory, of each process that starts."""
+    copied: float
+    """Copy for a checkpoint, of all processes."""
+
+
+def needs_of(config: Config) -> Needs:
+    """Return what a run's model needs, by the rules of docs/sharding.md."""
+    learner, parameters = config.learner, float32_bytes(config.model.path) // 4
+    has_adapters, is_embedded = config.model.lora.rank > 0, config.engine.name == "torch"
+    divided = parameters if learner.sharding == "fsdp2" else layer_parameters(config.model.path)
+    share = divided / (learner.num_ranks if learner.sharding == "fsdp2" else learner.tensor_parallel)
+    width = FROZEN_BYTES if has_adapters else STATE_BYTES  # adapters are small beside it
+    is_copied = learner.checkpoints_kept > 0 and not has_adapters
+    return Needs(
+        process=width * (share + parameters - divided) / 1e9,
+        num_processes=learner.num_processes,
+        engine=is_embedded * (2 if config.engine.dtype == "bfloat16" else 4) * parameters / 1e9,
+        read=READ_BYTES * parameters / 1e9,
+        copied=is_copied * COPIED_BYTES * parameters / 1e9,
+    )
+
+
+def look(config: Config, gpus: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
+    """Compare what the model needs with the memory of the GPUs and of the host.
+
+    Args:
+        gpus: that torch can use, each with its size, "gb".
+
+    Returns:
+        What is needed, in words, and what is wrong.
+    """
+    needs, learner = needs_of(config), config.learner
+    is_on_gpus = bool(gpus) and config.model.device != "cpu"
+    state = f"{needs.process:.1f} GB for weights, gradients and optimizer of a process; activations come on top"
+    problems = _gpu_problems(config, needs, gpus) if is_on_gpus else []
+    held = 0.0 if is_on_gpus and not learner.cpu_offload else needs.num_processes * needs.process
+    where = f"model.path={config.model.path} with learner.num_ranks={learner.num_ranks}"
+    if not is_on_gpus:
+        state += f"; {config.num_actors * needs.engine:.1f} GB for the weights of the actors' engines"
+        where += f" and actor.num_actors={config.num_actors}"
+        held += config.num_actors * needs.engine
+    start = needs.num_processes * needs.read
+    state += f"; of the host {start:.1f} GB at the start, {needs.copied:.1f} GB for the copy of a checkpoint"
+    there = psutil.virtual_memory().total / 1e9
+    smaller = "take a smaller model or more memory"
+    if held + needs.copied > there:
+        fix = "set learner.checkpoints_kept=0, which writes none, or " if held <= there else ""
+        if held > there and learner.sharding != "fsdp2":
+            fix = "set learner.sharding=fsdp2, with more ranks, or "
+        problems.append(
+            f"{where} takes {held + needs.copied:.1f} GB of this host's {there:.1f} GB, {needs.copied:.1f} GB of them "
+            f"as the copy for a checkpoint: {fix}{smaller}"
+        )
+    elif start > there:
+        problems.append(
+            f"{where} takes {start:.1f} GB of this host's {there:.1f} GB at its start, where {needs.num_processes} "
+            f"processes read the whole policy each: lower learner.num_ranks, or {smaller}"
+        )
+    return state, problems
+
+
+def _gpu_problems(config: Config, needs: Needs, gpus: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a sentence on the first GPU that does not hold its part of the learner and its engines."""
+    names, learner = visible_gpus(), config.learner
+    try:
+        shares = deal_gpus(config, names)
+    except ConfigError:
+        return []  # "device" has it
+    for name, gpu in zip(names, gpus, strict=False):
+        of_learner = needs.process if name in shares.learner and not learner.cpu_offload else 0.0
+        num_engines = sum(name in own for own in shares.actors) if needs.engine else 0
+        needed = of_learner + num_engines * needs.engine
+        if needed > gpu["gb"]:
+            engines = f", and {num_engines} engine{'s' * (num_engines > 1)} of actors" if num_engines else ""
+            fix = "" if learner.sharding == "fsdp2" else "set learner.sharding=fsdp2, with more ranks, or "
+            return [
+                f"GPU {name} has {gpu['gb']:.1f} GB, and model.path={config.model.path} with learner.num_ranks="
+                f"{learner.num_ranks} and learner.tensor_parallel={learner.tensor_parallel} takes {needed:.1f} GB "
+                f"({of_learner:.1f} GB for the learner{engines}): {fix}take a smaller model or a larger GPU"
+            ]
+    return []
