@@ -164,7 +164,7 @@ class Learner:
         self.time = TrainingTime(config.learner, ranks, self.endpoint.run_dir, before_s)
         self.progress = ranks.sum([ranks.is_main * share_done(config.learner, self.update, self.time.elapsed_s)])[0]
         """Share of the run that is over, by rank 0's clock: 1 at its end."""
-        self.saves_next = self.saving.is_due_by_number(self.update + 1)
+        self.saves_next = self.saving.is_due_at_start(self.update + 1)
         """Whether the next update ends with a checkpoint."""
         stack.push(self.save_what_was_learned)
         if self.evaluations.turn(self.version, self.update, self.time.elapsed_s):  # they have ended the run before
@@ -198,7 +198,8 @@ class Learner:
             share, due = 0.0, 0.0
             if self.ranks.is_main:  # by whose clock all go
                 share = share_done(self.config.learner, self.update, elapsed_s)
-                due = float(self.saving.is_due(self.update + 1))  # rank 0 is the last to have written its part
+                # Rank 0 is the last to have written its part.
+                due = float(self.saving.is_due(self.update + 1, saves_now=noted is not None))
                 self.meters.log.add("progress/seconds", elapsed_s)
                 self.time.note(elapsed_s)
             self.progress, due = self.ranks.sum([share, due])

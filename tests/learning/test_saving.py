@@ -2,10 +2,12 @@
 
 import errno
 import os
+import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import msgpack
@@ -15,8 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from impala_llm.config import ConfigError, load
 from impala_llm.learner import Learner
+from impala_llm.learning import saving as saving_module
 from impala_llm.learning.checkpoints import writer as checkpoint
-from impala_llm.learning.checkpoints.files import checkpoints, newest_whole
+from impala_llm.learning.checkpoints.files import checkpoints, newest_whole, update_of
 from impala_llm.learning.checkpoints.reader import CheckpointReader
 from impala_llm.learning.checkpoints.resume import Start
 from impala_llm.learning.checkpoints.writer import Checkpointer
@@ -126,6 +129,25 @@ def test_the_last_checkpoint_is_written_again_where_it_has_failed(
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["update-000005"]
 
 
+def test_a_checkpoint_that_finds_another_one_being_written_exports_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With adapters the export is made by the learner itself, which would wait for it in vain."""
+    saving, checkpointer = make_saving(tmp_path, lora_rank=2)
+    goes_on, write_file = threading.Event(), checkpoint.write_file
+
+    def slowly(*words: Any) -> tuple[int, int]:
+        assert goes_on.wait(30)
+        return write_file(*words)
+
+    monkeypatch.setattr(checkpoint, "write_file", slowly)
+    saving.save(saving.tickets(5), MOMENT)
+    saving.save(saving.tickets(6), Moment(6, 6, 1.0))
+    left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    goes_on.set()
+    assert checkpointer.wait() and left == ["update-000005.new"]
+
+
 @pytest.mark.parametrize(("version", "best"), [(4, ["update-000005"]), (6, [])])
 def test_the_last_checkpoint_is_the_best_one_where_none_comes_after_the_best_policy(
     tmp_path: Path, version: int, best: list[str]
@@ -212,6 +234,40 @@ def test_shared_memory_outlives_all_ends_until_policy_and_checkpoint_are_on_the_
         learner = Learner(config, ranks, stack, Start(take_over=True), stops)
         learner.update = learner.version = 4
     assert find_run(config.run.name) is None
+
+
+def step_without_training(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a learner make an update of nothing, and wait for the checkpoint that it may begin."""
+    batch = Mock(trajectories=[], num_tokens=1)
+    monkeypatch.setattr(learner, "take_batch", lambda: batch)
+    monkeypatch.setattr(learner.trainer, "update", Mock())
+    monkeypatch.setattr(learner.batches, "learned", Mock())
+    monkeypatch.setattr(learner.publisher, "publish", Mock(return_value={}))
+    for name in ("observe", "finish_step"):
+        monkeypatch.setattr(learner.meters, name, Mock())
+    monkeypatch.setattr(learner.meters, "gather", Mock(return_value={}))
+    monkeypatch.setattr(learner.meters.log, "merge", Mock())
+    assert learner.step()
+    learner.checkpointer.wait()
+
+
+def test_a_checkpoint_is_due_after_the_first_update_and_then_once_for_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that is lost before `learner.checkpoint_minutes` are over has one already, and no update follows with a
+    second one."""
+    config = load(["experiment=toy", f"run.name=test-{uuid.uuid4().hex[:12]}", f"run.dir={tmp_path}"])
+    config.run.terminal = False
+    config.learner.checkpoint_minutes, config.learner.checkpoints_kept = 1.0, 100
+    clock = Mock(**{"monotonic.return_value": 0.0})
+    monkeypatch.setattr(saving_module, "time", clock)
+    with ExitStack() as stack:
+        learner = Learner(config, Ranks("cpu"), stack, Start(), Mock(number=0))
+        for _ in range(12):
+            clock.monotonic.return_value += 15.0
+            step_without_training(learner, monkeypatch)
+        found = sorted(map(update_of, checkpoints(tmp_path)))
+    assert found == [1, 6, 11]
 
 
 # --- weights beside those that learn
