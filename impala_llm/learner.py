@@ -128,7 +128,7 @@ class Learner:
         self.version, self.update = origin.version, origin.update
         """Version of the weights, by which engines know them; updates that the run has made."""
         # Also where checkpoints are switched off: another learner can still go on from the one that is there.
-        self.notes_versions = ranks.is_main and (self.checkpointer.is_on or origin.checkpoint is not None)
+        self.notes_versions = ranks.is_main and (self.checkpointer.is_on or bool(origin.checkpoint) or origin.is_lost)
         self.model = make_model(config, origin, ranks)
         past = self.restore_tickets(origin)
         self.publisher = make_publisher(config, ranks, self.model, self.endpoint)
@@ -147,12 +147,12 @@ class Learner:
 
         self.batches = BatchSource(config, self.receiver, batch_size, config.run.seed + ranks.rank, curriculum)
         is_shown = ranks.is_main and config.run.terminal
-        self.writer = self.make_writer(stack)
+        self.writer = self.make_writer(stack, origin)
         self.view = make_view(config.learner.total_updates, stack) if is_shown else None
         self.actors = ActorNews(self.receiver, config.pipeline.bind)
         staleness = None if config.algorithm.credit.teaches_at_any_age else config.algorithm.max_staleness
         self.meters = Meters(self.receiver, ranks, staleness)
-        if self.version > 0:
+        if self.update > 0:
             self.meters.go_on_from(last_metrics(self.run_folder / "tensorboard"))
         self.trainer = Trainer(config, ranks, self.model)
         evaluation = self.make_evaluation(suite, origin, stack)
@@ -263,18 +263,19 @@ class Learner:
             self.ranks.barrier()
         if self.ranks.is_main:
             versions = self.checkpointer.versions
+            versions.run_id = self.endpoint.run_dir.run_id
             if origin.is_lost:  # on the disk first: what lies in another host's shared memory is stale from now on
                 versions.begin_life()
             self.endpoint.run_dir.note_learner(versions.life or 0, self.ranks.world_size)
         self.reserve_version()
         return past
 
-    def make_writer(self, stack: ExitStack) -> MetricWriter | None:
-        """Writer of the metrics, on rank 0."""
+    def make_writer(self, stack: ExitStack, origin: Origin) -> MetricWriter | None:
+        """Writer of the metrics, on rank 0. Those of a run that begins again are replaced from its start on."""
         if not self.ranks.is_main:
             return None
         folder, names = self.run_folder / "tensorboard", self.config.run.metric_writers
-        writer = stack.enter_context(MetricWriter(folder, names, self.update))
+        writer = stack.enter_context(MetricWriter(folder, names, -1 if origin.begins else self.update))
         writer.write_text("settings", to_yaml(self.config))
         return writer
 

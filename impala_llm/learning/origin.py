@@ -56,7 +56,12 @@ class Origin:
     checkpoint: CheckpointReader | None
     """Newest undamaged checkpoint; at least the optimizer and the state of the trainer are read from it."""
     is_lost: bool
-    """Whether shared memory is gone, and tickets, trajectories and replay come from the checkpoint."""
+    """Whether shared memory is gone, and tickets, trajectories and replay come from the checkpoint, if there is one."""
+
+    @property
+    def begins(self) -> bool:
+        """Whether it is the configured start."""
+        return self.board is None and self.checkpoint is None
 
     def past(self, ranks: Ranks) -> Past | None:
         """Read what a rank had in the checkpoint; None where there is none."""
@@ -97,6 +102,8 @@ def find_origin(run_folder: Path, newest: WeightReader | None, versions: Version
     if update >= 0:
         folder = next(path for path in checkpoints(run_folder) if update_of(path) == update)
         checkpoint = CheckpointReader(read_manifest(folder))
+    if checkpoint is None and on_board is None and versions.reserved >= 0:  # it was lost before its first checkpoint
+        return Origin(0, versions.unused(0), None, None, is_lost=True)
     if checkpoint is None or (on_board is not None and on_board >= checkpoint.manifest.version):
         version, ahead = on_board or 0, versions.ahead
         if versions.reserved < 0 and checkpoint is not None:  # versions.json is lost
@@ -228,8 +235,7 @@ def board_dtype(config: Config) -> torch.dtype | None:
 
 def describe(config: Config, ranks: Ranks, model: PolicyModel, origin: Origin) -> None:
     """Say what is trained, and what about it may go wrong."""
-    begins = origin.board is None and origin.checkpoint is None
-    for caution in [*cautions(config, model), *(other_value_head(config, model) if begins else [])]:
+    for caution in [*cautions(config, model), *(other_value_head(config, model) if origin.begins else [])]:
         say(f"learner: {caution}")
     size = sum(p.numel() for p in model.lm.parameters())
     learning = sum(p.numel() for p in model.lm.parameters() if p.requires_grad)

@@ -193,6 +193,8 @@ class Saving:
         if not self._checkpointer.is_on:
             return self._saved is None or self._saved.update == moment.update
         if self._is_changed or moment.update == 0:
+            if moment.update == 0 and self._parts.ranks.is_main:
+                self._checkpointer.versions.end(moment.version)
             return False
         ranks, is_there = self._parts.ranks, self._checkpointer.wait()
         saved = None if self._saved is None else (self._saved.update, self._saved.patience)

@@ -175,6 +175,55 @@ def test_a_folder_without_checkpoint_is_refused(settings: list[str]) -> None:
     assert "nor a checkpoint in" in refusal(settings, "run.resume=true")
 
 
+def lose_at_start(settings: list[str], last: int = 5) -> Path:
+    """Leave the folder of a run that was lost with its host after a few updates, before its first checkpoint."""
+    folder = make_run(settings, None)
+    versions = VersionMark(folder / "checkpoints")
+    versions.run_id = 77
+    for version in range(last + 1):
+        versions.reserve(version, ahead=0)
+    (folder / "checkpoints" / "update-000001.new").mkdir()
+    for name in ("policy-candidate", "policy-20.new-4711", "policy-best"):
+        (folder / name).mkdir()
+    (folder / "policy-best" / "evaluation.json").write_text('{"evaluation/update": 0, "evaluation/score": 0.1}')
+    return folder
+
+
+def test_a_run_that_was_lost_before_its_first_checkpoint_begins_again(settings: list[str]) -> None:
+    """Under its number, so that actors on other hosts come back, as after a later loss."""
+    folder = lose_at_start(settings)
+    note = f"the run in {folder} was lost before its first checkpoint, and begins again"
+    assert how_to_start(load(settings)) == Start(run_id=77, notes=(note,))
+    [first, second] = how_to_start(load([*settings, "actor.num_actors=3"])).notes
+    assert first == note and "going on with actor.num_actors=3" in second
+    assert "with algorithm.loss.cap=" in refusal(settings, "algorithm.loss.cap=3")
+    assert "and two would be mixed" in refusal(settings, "run.resume=false")
+    assert "nor a checkpoint in" in refusal(settings, "run.resume=true")
+    leave_in_memory(settings, folder, life=0)
+    assert how_to_start(load(settings)).take_over
+
+
+@pytest.mark.parametrize(
+    "left",
+    ["policy", "policy-20", "policy.replaced", "policy-best/x", "checkpoints/update-000020.damaged", "many updates"],
+)
+def test_a_run_does_not_begin_again_where_something_would_be_lost(settings: list[str], left: str) -> None:
+    folder = lose_at_start(settings, last=600 if left == "many updates" else 5)
+    (folder / left).mkdir(exist_ok=True)
+    if left == "policy-best/x":
+        (folder / "policy-best" / "evaluation.json").write_text('{"evaluation/update": 20, "evaluation/score": 0.1}')
+    assert "holds a run already, without a checkpoint to go on from: set another run.name" in refusal(settings)
+
+
+def test_a_run_that_was_lost_before_its_first_update_keeps_its_number(settings: list[str]) -> None:
+    folder = lose_at_start(settings)
+    shutil.rmtree(folder / "tensorboard")
+    (folder / "checkpoints" / "update-000001.new").rmdir()
+    assert how_to_start(load(settings)) == Start(run_id=77)
+    assert how_to_start(load([*settings, "run.resume=false"])) == Start()
+    assert how_to_start(load([*settings, "algorithm.loss.cap=3"])) == Start()
+
+
 @pytest.fixture
 def forbidden(tmp_path: Path) -> Iterator[Path]:
     """A folder that this user may not enter."""
