@@ -3,7 +3,6 @@
 They lie on a board in shared memory, in a checkpoint, or in the directory of the configured start.
 """
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,8 @@ from impala_llm.learning.checkpoints.past import Past
 from impala_llm.learning.checkpoints.reader import CheckpointReader
 from impala_llm.learning.checkpoints.writer import POLICY
 from impala_llm.learning.lora import add_adapters, load_adapters, without_prefix
-from impala_llm.learning.model import VALUE_HEAD_FILE, PolicyModel
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.model_files import base_checksum, model_checksum
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.pipeline.weights.board import WeightReader
@@ -38,10 +38,6 @@ from impala_llm.settings import Config, model_directory, other_models
 
 _NONE, _NONE_WHOLE = -1, -2
 """In place of a checkpoint's update, between ranks: there is no checkpoint; there are, and all are damaged."""
-
-_PIECES, _PIECE = 1024, 4096
-"""Number of pieces of a weights file that its fingerprint is computed from, and bytes of each: a file of up to 4 MB is
-read as a whole."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +129,8 @@ def make_model(config: Config, origin: Origin, ranks: Ranks) -> PolicyModel:
     beside = checkpoint.manifest.path.name if checkpoint is not None and is_on_board else None
     model = start_model(config, origin.board, origin.update, ranks.is_main, beside)
     model.bases = base_checksums(config)
+    if ranks.is_main and (directory := model_directory(config.model.path)) is not None:
+        model.start = model_checksum(directory)
     if checkpoint is not None and model.bases:
         _compare_bases(config, model.bases, checkpoint)
     if ranks.is_sharded:  # whole, before it is cut; in the host's memory, as a device may not hold it
@@ -165,27 +163,15 @@ def _compare_bases(config: Config, bases: Mapping[str, int], checkpoint: Checkpo
     plain, folder = checkpoint.plain(0), checkpoint.manifest.path
     # Earlier releases noted those under adapters alone, as one number.
     before = plain.get("bases") or {f"model.path={config.model.path}": plain.get("base")}
+    # The start of a run may lie in another directory by now, or be spelt otherwise.
+    start = next((number for word, number in before.items() if word.startswith("model.path=")), None)
     for word, base in bases.items():
-        if before.get(word) not in (None, base):
+        if (start if word.startswith("model.path=") else before.get(word)) not in (None, base):
             raise ConfigError(
                 f"{word} has other weights than those that checkpoint {folder.name} was trained with, under its "
                 "adapters, as its reference or as its teacher: put these back, or train its policy further with "
                 f"model.path={folder / POLICY} and another run.name, and run.dir where it is given"
             )
-
-
-def base_checksum(directory: Path) -> int:
-    """Checksum of the weights in a Hugging Face directory, by pieces of each file: quick for any size."""
-    found = 0
-    for path in sorted((*directory.glob("*.safetensors"), *directory.glob("*.bin"))):
-        if path.name != VALUE_HEAD_FILE:
-            size = path.stat().st_size
-            found = zlib.crc32(f"{path.name} {size}".encode(), found)
-            with path.open("rb") as file:
-                for number in range(_PIECES):
-                    file.seek(number * size // _PIECES)
-                    found = zlib.crc32(file.read(_PIECE), found)
-    return found
 
 
 def start_model(

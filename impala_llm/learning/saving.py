@@ -338,6 +338,7 @@ class Saving:
             policy=dict(parts.model.policy_weights()) if exports else {},
             files=parts.model.config_files(parts.files) if exports else {},
             patience=moment.patience,
+            start=parts.model.start,
         )
 
 

@@ -15,10 +15,12 @@ from impala_llm.config import ConfigError, load, to_yaml
 from impala_llm.learning.checkpoints.files import Manifest, VersionMark, manifest_bytes, name_of
 from impala_llm.learning.checkpoints.kept_settings import keep_settings
 from impala_llm.learning.checkpoints.resume import Start, can_go_on, how_to_start
+from impala_llm.learning.model_files import model_checksum
 from impala_llm.pipeline.shm.run_directory import RunDirectory, RunDirectoryError, find_run, remove_run_dir
 from impala_llm.pipeline.shm.store_header import sizes
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.settings import ReplayConfig
+from tests.learning.builders import save_lm
 
 
 @pytest.fixture
@@ -29,7 +31,12 @@ def settings(tmp_path: Path) -> Iterator[list[str]]:
 
 
 def make_run(
-    settings: list[str], update: int | None, *others: str, minutes_used: float = 0.0, patience: int = 0
+    settings: list[str],
+    update: int | None,
+    *others: str,
+    minutes_used: float = 0.0,
+    patience: int = 0,
+    start: int | None = None,
 ) -> Path:
     """The folder that a run has left on the disk, with a checkpoint or without; returns its path."""
     config = load([*settings, *others])
@@ -40,7 +47,7 @@ def make_run(
     if update is not None:
         checkpoint = folder / "checkpoints" / name_of(update)
         checkpoint.mkdir(parents=True)
-        manifest = Manifest(checkpoint, update, update, 77, 1, minutes_used, {}, {}, patience)
+        manifest = Manifest(checkpoint, update, update, 77, 1, minutes_used, {}, {}, patience, start)
         (checkpoint / "manifest.json").write_bytes(manifest_bytes(manifest))
     return folder
 
@@ -349,6 +356,39 @@ def test_another_distribution_of_tokens_is_not_gone_on_with_in_silence(
     assert said in refusal(settings, change)
     start = how_to_start(load([*settings, change, "run.resume=true"]))
     assert start.run_id == 77 and f"going on with {change.partition('=')[0]}=" in start.notes[0]
+
+
+@pytest.mark.parametrize("resume", ["auto", "true"])
+def test_another_path_of_the_same_model_keeps_no_run_from_going_on(
+    resume: str, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spelt otherwise it is the same setting; in another directory it is the same by its files, and said."""
+    monkeypatch.chdir(tmp_path)
+    former = save_lm(tmp_path / "models" / "policy")
+    settings = [*settings, "engine.max_length=64", f"run.resume={resume}"]
+    make_run([*settings, f"model.path={former}"], 20, start=model_checksum(former))
+    for same in (f"{former}/", "models/policy", f"{tmp_path}/models/../models/policy"):
+        assert how_to_start(load([*settings, f"model.path={same}"])) == Start(run_id=77)
+    former.rename(tmp_path / "moved")
+    start = how_to_start(load([*settings, "model.path=moved"]))
+    assert (start.run_id, start.notes) == (77, (f"going on with model.path=moved, before {former}",))
+    (tmp_path / "moved" / "tokenizer.json").write_text("{}")
+    assert "and not moved, which has other weights or another tokenizer: set" in refusal(settings, "model.path=moved")
+
+
+def test_a_model_at_another_path_is_refused_where_nothing_says_that_it_is_the_same(
+    settings: list[str], tmp_path: Path
+) -> None:
+    """As with a checkpoint of an earlier release; the message says what helps."""
+    former = save_lm(tmp_path / "policy")
+    settings = [*settings, "engine.max_length=64", "run.resume=true"]
+    make_run([*settings, f"model.path={former}"], 20)
+    former.rename(tmp_path / "moved")
+    said = refusal(settings, f"model.path={tmp_path}/moved")
+    assert "make a link to it at the former path" in said
+    former.symlink_to(tmp_path / "moved")
+    assert how_to_start(load([*settings, f"model.path={tmp_path}/moved"])).run_id == 77
+    assert "and not scratch: set another" in refusal(settings, "model.path=scratch")
 
 
 def test_other_settings_may_change_and_are_named(settings: list[str], tmp_path: Path) -> None:

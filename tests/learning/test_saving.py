@@ -25,6 +25,7 @@ from impala_llm.learning.checkpoints.resume import Start
 from impala_llm.learning.checkpoints.writer import Checkpointer
 from impala_llm.learning.lora import add_adapters
 from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.model_files import model_checksum
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.origin import Origin, make_model
 from impala_llm.learning.parallel import Ranks
@@ -315,6 +316,20 @@ def test_a_run_does_not_go_on_beside_other_weights_than_it_was_trained_with(
     train_further(paths[changed])
     said = f"{changed}={paths[changed]} has other weights .*: put .* model.path={checkpoint.manifest.path}/"
     with pytest.raises(ConfigError, match=said):
+        make_model(config, origin, Ranks("cpu"))
+
+
+def test_a_checkpoint_knows_the_model_that_its_run_began_with_wherever_it_lies(tmp_path: Path) -> None:
+    """By a checksum; the weights under its adapters are compared also where they have moved."""
+    start = save_lm(tmp_path / "model")
+    words = ["model.lora.rank=2", "engine.max_length=64"]
+    checkpoint = make_checkpoint(tmp_path, load([*words, f"model.path={start}"]))
+    assert checkpoint.manifest.start == model_checksum(start)
+    start.rename(tmp_path / "moved")
+    config, origin = load([*words, f"model.path={tmp_path}/moved"]), Origin(5, 5, None, checkpoint, is_lost=True)
+    make_model(config, origin, Ranks("cpu"))
+    train_further(tmp_path / "moved")
+    with pytest.raises(ConfigError, match="moved has other weights"):
         make_model(config, origin, Ranks("cpu"))
 
 

@@ -79,6 +79,8 @@ class Manifest:
     tensors: Mapping[str, tuple[Part, ...]]
     patience: int = 0
     """`evaluation.patience` that has ended the run; 0: it has not."""
+    start: int | None = None
+    """Checksum of the model that training began with, see `model_checksum`; None: a random one, or not known."""
 
     def verify(self) -> None:
         """Read all files. Raises CheckpointError where one is missing or differs."""
@@ -130,6 +132,7 @@ def read_manifest(path: Path) -> Manifest:
                 for name, parts in values["tensors"].items()
             },
             int(values.get("patience", 0)),
+            values.get("start"),
         )
     except CheckpointError:
         raise
@@ -141,7 +144,7 @@ def read_manifest(path: Path) -> Manifest:
 
 def manifest_bytes(manifest: Manifest) -> bytes:
     """A manifest as the file that `read_manifest` reads."""
-    names = ("update", "version", "run_id", "num_ranks", "minutes_used", "patience")
+    names = ("update", "version", "run_id", "num_ranks", "minutes_used", "patience", "start")
     values: dict[str, Any] = {"format": FORMAT, **{name: getattr(manifest, name) for name in names}}
     values["files"] = {name: list(entry) for name, entry in manifest.files.items()}
     values["tensors"] = {

@@ -19,6 +19,7 @@ from impala_llm.learning.checkpoints.files import FOLDER, NEW, RESERVED, Manifes
 from impala_llm.learning.checkpoints.folder_owner import RUN_FIX, wait_for_owner
 from impala_llm.learning.checkpoints.kept_settings import keep_settings
 from impala_llm.learning.checkpoints.policy_folders import learned_policies
+from impala_llm.learning.model_files import model_checksum
 from impala_llm.pipeline.shm.run_directory import (
     Left,
     RunDirectoryError,
@@ -42,6 +43,8 @@ _SAME_RUN = (
     *("engine.temperature", "engine.top_p", "engine.max_length"),  # of the distribution of stored log-probabilities
 )
 """Settings by which `auto` tells the same command from another experiment in the same folder."""
+_DIRECTORIES = ("model.path", "algorithm.reference", "algorithm.credit.teacher")
+"""Settings that name the directory of a model, which each spelling of its path means."""
 _OF_THE_COMMAND = ("run.resume", "run.dir", "run.name")
 """Settings that say where and how a run goes on, and not how it trains."""
 
@@ -100,7 +103,7 @@ def how_to_start(config: Config) -> Start:
             damaged = f" ({'; '.join(passed_over)})" if passed_over else ""
             raise ConfigError(f"{where}, without a checkpoint to go on from{damaged}: {anew}, or remove the folder")
         notes.append(f"the run in {folder} was lost before its first checkpoint, and begins again")
-    changed = _changed(config, folder, where, anew)
+    changed = _changed(config, folder, checkpoint, where, anew)
     if left is not None:
         _check_sizes(config, left, checkpoint)
     if left is None and checkpoint is not None and (limit := _finished(config, checkpoint)):
@@ -253,10 +256,11 @@ def _nothing_left(config: Config) -> str:
     )
 
 
-def _changed(config: Config, folder: Path, where: str, anew: str) -> list[str]:
+def _changed(config: Config, folder: Path, checkpoint: Manifest | None, where: str, anew: str) -> list[str]:
     """Return a sentence on settings that the run in a folder had otherwise, and that may change; none where none has.
 
     Args:
+        checkpoint: that the run goes on from; None: there is none.
         where, anew: parts of a refusal: what the folder holds, and what begins another run.
 
     Raises:
@@ -269,15 +273,30 @@ def _changed(config: Config, folder: Path, where: str, anew: str) -> list[str]:
             f"{anew}, or set run.resume=true to go on without"
         )
     differing = differing or []
-    if refused := [found for found in differing if found[0].startswith(_MUST_AGREE if resume is True else _SAME_RUN)]:
+    fixed = _MUST_AGREE if resume is True else _SAME_RUN
+    refused = [found for found in differing if found[0].startswith(fixed)]
+    model = _other_model(config, checkpoint) if any(key == "model.path" for key, *_ in refused) else ""
+    if refused := [found for found in refused if found[0] != "model.path" or model is not None]:
         key, before, now = refused[0][0], written(refused[0][1]), written(refused[0][2])
         others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        others += (model or "") if key == "model.path" else ""
         is_fatal = any(key.startswith(_MUST_AGREE) for key, *_ in refused)
         way = "" if is_fatal else ", or set run.resume=true to go on so"
         raise ConfigError(f"{where}, with {key}={before} and not {now}{others}: {anew}, or put it back{way}")
     changed = [found for found in differing if found[0] not in _OF_THE_COMMAND]
     settings = "; ".join(f"{key}={written(now)}, before {written(before)}" for key, before, now in changed)
     return [f"going on with {settings}"] if changed else []
+
+
+def _other_model(config: Config, checkpoint: Manifest | None) -> str | None:
+    """Return a clause for a refusal on a model at another path than the one that a run began with; None where it is the
+    same model."""
+    directory = model_directory(config.model.path)
+    if directory is None:
+        return ""
+    if checkpoint is None or checkpoint.start is None:
+        return ", which nothing says to be the same model (if it is, make a link to it at the former path)"
+    return None if checkpoint.start == model_checksum(directory) else ", which has other weights or another tokenizer"
 
 
 def _differing(config: Config, folder: Path) -> list[tuple[str, object, object]] | None:
@@ -300,9 +319,15 @@ def _differing(config: Config, folder: Path) -> list[tuple[str, object, object]]
             value = value[part]
         now = plain(now)  # as the file has it
         # What an earlier release did not know had no other value.
-        if is_there and value != now:
+        if is_there and value != now and not (key in _DIRECTORIES and _is_same_directory(value, now)):
             found.append((key, value, now))
     return found
+
+
+def _is_same_directory(one: object, other: object) -> bool:
+    """Return whether two values of a setting name the same directory of a model."""
+    found = [model_directory(path) if isinstance(path, str) else None for path in (one, other)]
+    return found[0] is not None and found[0] == found[1]
 
 
 def _finished(config: Config, checkpoint: Manifest) -> str:

@@ -73,7 +73,7 @@ class State:
     """State of a rank at the end of an update.
 
     Attributes:
-        update, version, run_id, minutes_used, patience: see `Manifest`.
+        update, version, run_id, minutes_used, patience, start: see `Manifest`.
         plain: numbers, strings, lists, dicts and arrays.
         records: trajectories by `unroll_id`, each as a function that returns its bytes; cleared once they are copied.
         tensors: that this rank alone writes, or its share of; by name. They are copied later.
@@ -91,6 +91,7 @@ class State:
     policy: Mapping[str, Tensor] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     patience: int = 0
+    start: int | None = None
 
 
 def tensors_of(model: PolicyModel, optimizer: Optimizer, is_main: bool, exports: bool = True) -> dict[str, Tensor]:
@@ -330,7 +331,8 @@ class Checkpointer:
             path.unlink()
         tensors = {name: tuple(parts) for name, parts in written.tensors.items()}
         facts = (state.update, state.version, state.run_id, self._num_ranks, state.minutes_used)
-        write_file(aside / MANIFEST, [manifest_bytes(Manifest(aside, *facts, written.files, tensors, state.patience))])
+        manifest = Manifest(aside, *facts, written.files, tensors, state.patience, state.start)
+        write_file(aside / MANIFEST, [manifest_bytes(manifest)])
         for folder in (aside / POLICY, aside):
             if folder.is_dir():
                 sync(folder)
