@@ -153,11 +153,7 @@ class Learner:
         staleness = None if config.algorithm.credit.teaches_at_any_age else config.algorithm.max_staleness
         self.meters = Meters(self.receiver, ranks, staleness)
         if self.update > 0:
-            self.meters.go_on_from(found := last_metrics(self.run_folder / "tensorboard"))
-            if ranks.is_main and (last := int(found.get("step", self.update))) < self.update:
-                say(
-                    f"learner: an earlier learner died before it had logged updates after {last}: curves leave them out"
-                )
+            self.meters.go_on_from(last_metrics(self.run_folder / "tensorboard"), self.update)
         self.trainer = Trainer(config, ranks, self.model)
         evaluation = self.make_evaluation(suite, origin, stack)
         self.evaluations = EvaluationRounds(
