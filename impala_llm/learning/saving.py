@@ -170,17 +170,19 @@ class Saving:
             is_busy = parts.ranks.sum([float(is_busy)], of_processes=True)[0] > 0
         if is_busy or not self._checkpointer.is_on:
             return
-        # Ranks meet in an export that each writes a part of, and adapters are merged into one: that is not put off.
-        if parts.ranks.is_sharded or (is_adapted(parts.model.lm) and parts.ranks.is_main):
-            folder = self._checkpointer.export_folder(moment.update)
-            try:
-                parts.publisher.export.save(folder, parts.files)
-            except Exception as error:
-                shutil.rmtree(folder, ignore_errors=True)
-                name = name_of(moment.update)
-                _say_failure(f"checkpoint {name} has no {POLICY}/, but the run can go on from it", error)
+        if parts.ranks.is_sharded:  # ranks meet in an export that each writes a part of: that is not put off
+            self._export(moment.update, partial(parts.publisher.export.save, files=parts.files))
         if self._checkpointer.save(self._state(tickets, moment)):
             self._saved_at, self._saved = time.monotonic(), moment
+
+    def _export(self, update: int, write: Callable[[Path], None]) -> None:
+        """Write the plain export of a checkpoint. One that cannot be written is left out, which is said."""
+        folder = self._checkpointer.export_folder(update)
+        try:
+            write(folder)
+        except Exception as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            _say_no_export(update, error)
 
     def save_last(self, moment: Moment) -> bool:
         """Write the last checkpoint, of the last update that is over, and return once it is on the disk. All ranks call
@@ -339,7 +341,23 @@ class Saving:
             files=parts.model.config_files(parts.files) if exports else {},
             patience=moment.patience,
             start=parts.model.start,
+            export=self._merged_export(moment.update),
         )
+
+    def _merged_export(self, update: int) -> Callable[[], None] | None:
+        """Return what writes the plain export of a policy with adapters, later; None where this rank writes none so."""
+        parts = self._parts
+        if not parts.ranks.is_main or parts.ranks.is_sharded or not is_adapted(parts.model.lm):
+            return None
+        try:
+            return partial(self._export, update, parts.publisher.export.as_it_is(parts.files))
+        except Exception as error:
+            _say_no_export(update, error)
+            return None
+
+
+def _say_no_export(update: int, error: Exception) -> None:
+    _say_failure(f"checkpoint {name_of(update)} has no {POLICY}/, but the run can go on from it", error)
 
 
 def _say_failure(what: str, error: Exception) -> None:

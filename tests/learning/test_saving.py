@@ -6,12 +6,13 @@ import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import msgpack
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +24,7 @@ from impala_llm.learning.checkpoints.files import checkpoints, newest_whole, upd
 from impala_llm.learning.checkpoints.reader import CheckpointReader
 from impala_llm.learning.checkpoints.resume import Start
 from impala_llm.learning.checkpoints.writer import Checkpointer
-from impala_llm.learning.lora import add_adapters
+from impala_llm.learning.lora import adapter_tensors, add_adapters
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.model_files import model_checksum
 from impala_llm.learning.optim import Optimizer
@@ -74,7 +75,7 @@ def test_a_checkpoint_has_no_half_written_export(
     with monkeypatch.context() as full:  # for the merged matrices, which are the most of it
         full.setattr(os, "posix_fallocate", fails)
         saving.save(saving.tickets(5), MOMENT)
-    assert checkpointer.wait()
+        assert checkpointer.wait()
     manifest, passed_over = newest_whole(tmp_path / "run")
     assert manifest is not None and passed_over == []
     assert not (manifest.path / "policy").exists()
@@ -130,23 +131,65 @@ def test_the_last_checkpoint_is_written_again_where_it_has_failed(
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["update-000005"]
 
 
-def test_a_checkpoint_that_finds_another_one_being_written_exports_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With adapters the export is made by the learner itself, which would wait for it in vain."""
-    saving, checkpointer = make_saving(tmp_path, lora_rank=2)
-    goes_on, write_file = threading.Event(), checkpoint.write_file
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """A disk that takes no weights of an export before it is told to: set when some have come; what tells it."""
+    has_come, goes_on, allocate = threading.Event(), threading.Event(), os.posix_fallocate
 
-    def slowly(*words: Any) -> tuple[int, int]:
+    def slowly(*words: int) -> None:
+        has_come.set()
         assert goes_on.wait(30)
-        return write_file(*words)
+        allocate(*words)
 
-    monkeypatch.setattr(checkpoint, "write_file", slowly)
+    monkeypatch.setattr(os, "posix_fallocate", slowly)
+    return has_come, goes_on
+
+
+def test_a_checkpoint_that_finds_another_one_being_written_exports_nothing(
+    tmp_path: Path, slow_disk: tuple[threading.Event, threading.Event]
+) -> None:
+    has_come, goes_on = slow_disk
+    saving, checkpointer = make_saving(tmp_path, lora_rank=2)
     saving.save(saving.tickets(5), MOMENT)
+    assert has_come.wait(30)
     saving.save(saving.tickets(6), Moment(6, 6, 1.0))
     left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     goes_on.set()
     assert checkpointer.wait() and left == ["update-000005.new"]
+
+
+def test_a_policy_with_adapters_learns_on_while_it_is_exported(
+    tmp_path: Path, slow_disk: tuple[threading.Event, threading.Event]
+) -> None:
+    """The export, its adapters and the checkpoint are those of the update that has ended."""
+    has_come, goes_on = slow_disk
+    model = PolicyModel.from_pretrained(save_lm(tmp_path / "model"))
+    add_adapters(model.lm, LoraConfig(rank=2))
+    adapters = adapter_tensors(model.lm)
+    change = partial(torch.nn.init.normal_, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for tensor in adapters.values():
+            change(tensor)
+    saving, checkpointer = make_saving(tmp_path, 2, model=model)
+    expected = {name: tensor.detach().clone() for name, tensor in adapters.items()}
+    goes_on.set()
+    PolicyExport(model, Ranks("cpu")).save(tmp_path / "expected", {"tokenizer.json": b"{}"})
+    goes_on.clear(), has_come.clear()
+    saving.save(saving.tickets(5), MOMENT)
+    assert has_come.wait(30), "the learner goes on"
+    saving.before_change()
+    with torch.no_grad():
+        for tensor in adapters.values():
+            change(tensor)
+    goes_on.set()
+    assert checkpointer.wait()
+    manifest, _ = newest_whole(tmp_path / "run")
+    assert manifest is not None
+    for path in sorted(path for path in (tmp_path / "expected").rglob("*") if path.is_file()):
+        name = path.relative_to(tmp_path / "expected")
+        assert (manifest.path / "policy" / name).read_bytes() == path.read_bytes(), name
+    CheckpointReader(manifest).load_model(model)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapters.items())
 
 
 @pytest.mark.parametrize(("version", "best"), [(4, ["update-000005"]), (6, [])])
