@@ -68,7 +68,7 @@ class Header:
     settings: dict[str, Any]
     """Settings of the environment and the recording, and with player=policy of the sampling, as nested mappings."""
     weights: int | None = None
-    """With player=policy the checksum of its weights, see `origin.base_checksum`; None: another player."""
+    """With player=policy the checksum of its weights, see `model_files.base_checksum`; None: another player."""
 
 
 @dataclass(frozen=True)

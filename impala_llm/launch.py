@@ -159,8 +159,8 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
     if start.run_id is not None and not start.take_over:
         newest, _ = newest_whole(Path(config.run.dir), verifies=False)
-        assert newest is not None
-        say(f"the run in {config.run.dir} goes on; its newest checkpoint is {newest.path.name}")
+        if newest is not None:  # else it begins again
+            say(f"the run in {config.run.dir} goes on; its newest checkpoint is {newest.path.name}")
     children = plan(config, overrides, indices)
     learner, actors = children[0], children[1:]
     if start.lost_owner is not None:

@@ -48,7 +48,7 @@ from impala_llm.learning.checkpoints.resume import Start, check_folder
 from impala_llm.learning.checkpoints.writer import Checkpointer, Stateful
 from impala_llm.learning.model import policy_files
 from impala_llm.learning.origin import Origin, find_origin, make_model
-from impala_llm.learning.packing import OutOfMemory
+from impala_llm.learning.packing import OutOfMemory, RestartNeeded
 from impala_llm.learning.parallel import Ranks, check_ranks, exit_process
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.learning.products import prepare_cpu, prepare_cuda
@@ -128,7 +128,7 @@ class Learner:
         self.version, self.update = origin.version, origin.update
         """Version of the weights, by which engines know them; updates that the run has made."""
         # Also where checkpoints are switched off: another learner can still go on from the one that is there.
-        self.notes_versions = ranks.is_main and (self.checkpointer.is_on or origin.checkpoint is not None)
+        self.notes_versions = ranks.is_main and (self.checkpointer.is_on or bool(origin.checkpoint) or origin.is_lost)
         self.model = make_model(config, origin, ranks)
         past = self.restore_tickets(origin)
         self.publisher = make_publisher(config, ranks, self.model, self.endpoint)
@@ -147,13 +147,13 @@ class Learner:
 
         self.batches = BatchSource(config, self.receiver, batch_size, config.run.seed + ranks.rank, curriculum)
         is_shown = ranks.is_main and config.run.terminal
-        self.writer = self.make_writer(stack)
+        self.writer = self.make_writer(stack, origin)
         self.view = make_view(config.learner.total_updates, stack) if is_shown else None
         self.actors = ActorNews(self.receiver, config.pipeline.bind)
         staleness = None if config.algorithm.credit.teaches_at_any_age else config.algorithm.max_staleness
         self.meters = Meters(self.receiver, ranks, staleness)
-        if self.version > 0:
-            self.meters.go_on_from(last_metrics(self.run_folder / "tensorboard"))
+        if self.update > 0:
+            self.meters.go_on_from(last_metrics(self.run_folder / "tensorboard"), self.update)
         self.trainer = Trainer(config, ranks, self.model)
         evaluation = self.make_evaluation(suite, origin, stack)
         self.evaluations = EvaluationRounds(
@@ -164,7 +164,7 @@ class Learner:
         self.time = TrainingTime(config.learner, ranks, self.endpoint.run_dir, before_s)
         self.progress = ranks.sum([ranks.is_main * share_done(config.learner, self.update, self.time.elapsed_s)])[0]
         """Share of the run that is over, by rank 0's clock: 1 at its end."""
-        self.saves_next = self.saving.is_due_by_number(self.update + 1)
+        self.saves_next = self.saving.is_due_at_start(self.update + 1)
         """Whether the next update ends with a checkpoint."""
         stack.push(self.save_what_was_learned)
         if self.evaluations.turn(self.version, self.update, self.time.elapsed_s):  # they have ended the run before
@@ -198,7 +198,8 @@ class Learner:
             share, due = 0.0, 0.0
             if self.ranks.is_main:  # by whose clock all go
                 share = share_done(self.config.learner, self.update, elapsed_s)
-                due = float(self.saving.is_due(self.update + 1))  # rank 0 is the last to have written its part
+                # Rank 0 is the last to have written its part.
+                due = float(self.saving.is_due(self.update + 1, saves_now=noted is not None))
                 self.meters.log.add("progress/seconds", elapsed_s)
                 self.time.note(elapsed_s)
             self.progress, due = self.ranks.sum([share, due])
@@ -262,18 +263,19 @@ class Learner:
             self.ranks.barrier()
         if self.ranks.is_main:
             versions = self.checkpointer.versions
+            versions.run_id = self.endpoint.run_dir.run_id
             if origin.is_lost:  # on the disk first: what lies in another host's shared memory is stale from now on
                 versions.begin_life()
             self.endpoint.run_dir.note_learner(versions.life or 0, self.ranks.world_size)
         self.reserve_version()
         return past
 
-    def make_writer(self, stack: ExitStack) -> MetricWriter | None:
-        """Writer of the metrics, on rank 0."""
+    def make_writer(self, stack: ExitStack, origin: Origin) -> MetricWriter | None:
+        """Writer of the metrics, on rank 0. Those of a run that begins again are replaced from its start on."""
         if not self.ranks.is_main:
             return None
         folder, names = self.run_folder / "tensorboard", self.config.run.metric_writers
-        writer = stack.enter_context(MetricWriter(folder, names, self.update))
+        writer = stack.enter_context(MetricWriter(folder, names, -1 if origin.begins else self.update))
         writer.write_text("settings", to_yaml(self.config))
         return writer
 
@@ -397,7 +399,7 @@ class Learner:
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 at the end of training, 2 for what will fail again, 1 where actors brought nothing for
-    too long, 4 where the policy could not be saved, 130 after Ctrl-C, 129 after SIGHUP, 143 after SIGTERM."""
+    too long or the next learner can go on, 4 where the policy could not be saved, 130 after Ctrl-C, 129 after SIGHUP, 143 after SIGTERM."""
     end_with_supervisor()
     keep_exit_codes()
     try:
@@ -416,7 +418,7 @@ def main(argv: Sequence[str]) -> int:
         return 0 if learn(config, ranks, start, stops) else NOT_SAVED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except Stalled as error:
+    except (Stalled, RestartNeeded) as error:
         print(f"learner: {error}", file=sys.stderr)
         return 1
     except (ModelRefused, contract.EnvironmentFault) as error:

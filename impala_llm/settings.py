@@ -442,8 +442,9 @@ class LearnerConfig:
     save_every: int = bounded(0, least=0)
     """Updates between two saved models; 0: only the last one."""
     checkpoint_minutes: float | None = bounded(10.0, least=0.01)
-    """Time between two checkpoints, in the background; null: by updates alone. One is also written at the end of the
-    run, at Ctrl-C and at SIGTERM. What a lost host costs is the work since the last one: see docs/checkpoints.md."""
+    """Time between two checkpoints, in the background; null: by updates alone. One is also written after the first
+    update of a run, at its end, at Ctrl-C and at SIGTERM. What a lost host costs is the work since the last one: see
+    docs/checkpoints.md."""
     checkpoint_every: int = bounded(0, least=0)
     """Updates between two checkpoints, beside those by time; 0: by time alone."""
     checkpoints_kept: int = bounded(2, least=0)

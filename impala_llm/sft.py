@@ -39,7 +39,7 @@ from impala_llm.learning.checkpoints.reader import CheckpointReader
 from impala_llm.learning.checkpoints.writer import Checkpointer, State, tensors_of
 from impala_llm.learning.lora import add_adapters, is_adapted
 from impala_llm.learning.model import PolicyModel, policy_files
-from impala_llm.learning.origin import base_checksum
+from impala_llm.learning.model_files import base_checksum
 from impala_llm.learning.packing import OutOfMemory
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_export import PolicyExport

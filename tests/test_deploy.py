@@ -243,6 +243,8 @@ def test_compose_starts_both_sides_with_settings_that_fit(mounts: dict[str, Path
     assert learner.pipeline.bind is None and actors.pipeline.connect is None
     for service in services.values():
         assert service["ipc"] == "host" and service["image"] == "impala_llm:gpu"
+        # A start that is refused, as that of a run that has finished, is not tried without end.
+        assert re.fullmatch(r"on-failure:\d+", service["restart"])
         for volume in service["volumes"]:
             here = re.sub(r"\$\{.*?\}", "MODEL", volume).split(":")[0]
             assert here == "MODEL" or here == "../outputs" or (DEPLOY / here).is_file()

@@ -93,6 +93,23 @@ def test_versions_are_reserved_also_where_checkpoints_are_switched_off_amid_a_ru
         assert found.unused(4) > learner.version > 5
 
 
+@pytest.mark.parametrize("last", [3, 4])
+def test_a_learner_says_where_the_metrics_of_an_update_were_lost_with_the_one_before_it(
+    tmp_path: Path, last: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed after it had published the version, or begun a checkpoint of it."""
+    config = load(["experiment=toy", f"run.name=test-{uuid.uuid4().hex[:12]}", f"run.dir={tmp_path}"])
+    config.run.terminal = False
+    for start in (Start(), Start(run_id=77)):
+        with ExitStack() as stack:
+            learner = Learner(config, Ranks("cpu"), stack, start, Mock(number=0))
+            learner.update = learner.version = 4
+        rows = [json.dumps({"step": step, "learner/version": step}) for step in range(1, last + 1)]
+        (tmp_path / "tensorboard" / "metrics.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    said = capsys.readouterr().out
+    assert ("died before it had logged updates after 3: curves leave them out" in said) == (last == 3)
+
+
 def test_work_since_the_last_checkpoint_stays_in_memory_where_checkpoints_are_switched_off(tmp_path: Path) -> None:
     """Else the same command would go on from the checkpoint, and the work would be lost."""
     settings = ["experiment=toy", f"run.name=test-{uuid.uuid4().hex[:12]}", f"run.dir={tmp_path}", "run.terminal=false"]

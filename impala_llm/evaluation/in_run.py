@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from impala_llm.evaluation.schedule import Best, EvaluationSchedule
-from impala_llm.learning.checkpoints.policy_folders import replace_folder
+from impala_llm.learning.checkpoints.policy_folders import CANDIDATE, SCORE_FILE, replace_folder
 from impala_llm.learning.parallel import Ranks
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.pipeline.transport.receiver import Receiver
@@ -26,9 +26,8 @@ POLL_S = 0.1
 DEAL_GRACE_S = 10.0
 """Seconds in which an actor is expected to have the first task of an evaluation that is awaited, and in which one is
 expected to be there again."""
-BEST, CANDIDATE = "policy-best", "policy-candidate"
-"""Folders of the policy with the best score, and of the one that is being evaluated, in the run's folder."""
-_SCORE_FILE = "evaluation.json"
+BEST = "policy-best"
+"""Folder of the policy with the best score, in the run's folder."""
 
 
 class InRunEvaluation:
@@ -153,7 +152,7 @@ class InRunEvaluation:
     def _compare_with_kept(self) -> None:
         """Take over the score of the policy that is kept as the best one, if it is higher than what is known."""
         with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
-            kept = json.loads((self._best / _SCORE_FILE).read_text())
+            kept = json.loads((self._best / SCORE_FILE).read_text())
             version, score = int(kept["evaluation/version"]), float(kept["evaluation/score"])
             found = Best(version, score, int(kept["evaluation/update"]))
             if self._is_comparable(kept):
@@ -169,7 +168,7 @@ class InRunEvaluation:
         if not self.candidate.is_dir():  # it could not be saved, which was said
             return False
         try:
-            (self.candidate / _SCORE_FILE).write_text(json.dumps({**metrics, **self._of}, indent=1) + "\n")
+            (self.candidate / SCORE_FILE).write_text(json.dumps({**metrics, **self._of}, indent=1) + "\n")
             replace_folder(self.candidate, self._best)
         except OSError as error:
             say(f"learner: the best policy cannot be kept in {self._best}: {error}")

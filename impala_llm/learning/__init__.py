@@ -7,6 +7,7 @@
 - the model: model, attention, attention_choice, lora, products, scratch (a random one)
 - several ranks: parallel, tensor_parallel
 - weights out: publishing, policy_export
-- a run that lasts: saving, checkpoints (a folder), origin, training_time, policy_files
+- a run that lasts: saving, checkpoints (a folder), origin, training_time
+- a model's folder: policy_files (where it is), model_files (what lies beside the weights, and checksums)
 - cautions: warnings about settings that are likely to fail
 """

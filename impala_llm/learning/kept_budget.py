@@ -41,14 +41,12 @@ def conditions(config: Config, ranks: Ranks, model: PolicyModel) -> dict[str, An
     return found
 
 
-def differences(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return a sentence on the conditions that have changed; empty where none has.
 
     Args:
-        before: of the budget that was kept; None: an earlier release did not note them.
+        before: of the budget that was kept.
     """
-    if before is None:
-        return "an earlier release did not note on which device it was found"
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     return ", ".join(f"{key} was {written(before.get(key))} and is {written(now.get(key))}" for key in changed)
 

@@ -97,11 +97,15 @@ def _layers_of(lm: PreTrainedModel) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def adapters(lm: PreTrainedModel) -> dict[str, Adapter]:
-    """The adapters by the name of the matrix in the model's state dict."""
-    found = {}
+def adapters(lm: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Adapter]:
+    """Return the adapters by the name of the matrix in the model's state dict.
+
+    Args:
+        tensors: of the adapters, by the names of `adapter_tensors`; None: those of the model.
+    """
+    found, own = {}, adapter_tensors(lm) if tensors is None else tensors
     for name, layer in _layers(lm):
-        down, up = layer.lora_A[_NAME].weight.detach(), layer.lora_B[_NAME].weight.detach()
+        down, up = (own[f"{name}.{part}.{_NAME}.weight"].detach() for part in ("lora_A", "lora_B"))
         left, right = (down.T, up.T) if layer.fan_in_fan_out else (up, down)
         found[f"{name}.base_layer.weight"] = Adapter(left, right, layer.scaling[_NAME])
     return found
@@ -154,13 +158,17 @@ def load_adapters(lm: PreTrainedModel, state: Mapping[str, Tensor]) -> bool:
     return True
 
 
-def save_adapter(lm: PreTrainedModel, directory: Path) -> None:
-    """Write the adapters as peft does: for `PeftModel.from_pretrained` with the model that training began with."""
+def save_adapter(lm: PreTrainedModel, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write adapters as peft does: for `PeftModel.from_pretrained` with the model that training began with.
+
+    Args:
+        tensors: of the adapters, by the names of `adapter_tensors`.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     settings: Any = lm.peft_config[_NAME]
     settings.save_pretrained(str(directory))
-    tensors = {
+    named = {
         f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": p.detach().cpu().contiguous()
-        for name, p in adapter_tensors(lm).items()
+        for name, p in tensors.items()
     }
-    (directory / "adapter_model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
+    (directory / "adapter_model.safetensors").write_bytes(save(named, {"format": "pt"}))

@@ -29,10 +29,11 @@ from impala_llm.engines.embedded.model_weights import checkpoint_tensors
 from impala_llm.learning.attention import SEGMENTS, attention_arguments
 from impala_llm.learning.log_probs import token_log_probs
 from impala_llm.learning.lora import without_prefix
+from impala_llm.learning.model_files import VALUE_HEAD_FILE as VALUE_HEAD_FILE
+from impala_llm.learning.model_files import policy_files as policy_files
 from impala_llm.learning.products import give_back_memory
 from impala_llm.pipeline.weights.slots import WEIGHTS_FILE
 
-VALUE_HEAD_FILE = "value_head.safetensors"
 _LAYERS_BETWEEN = 4
 """Checkpointed layers for which a CPU keeps what others have freed. With a 135 M model and 8,192 tokens, 2 to 5 differ
 by 2 % in memory and time; before each layer the pages that are taken anew cost 10 % more of the time."""
@@ -49,6 +50,8 @@ class PolicyModel(nn.Module):
 
     bases: Mapping[str, int] = {}
     """Checksums of other weights that its training rests on, see `base_checksums`."""
+    start: int | None = None
+    """Checksum of the model that training began with, see `model_checksum`; None: a random one, or not known."""
     other_hidden_size: int | None = None
     """`value_hidden_size` of a value head beside the weights that is not taken over, since this one has another."""
 
@@ -265,14 +268,3 @@ def _computed(forward: Callable[..., Any], gives_back: bool, hidden: Tensor, *ar
     if gives_back and hidden.device.type == "cpu":
         give_back_memory()
     return forward(hidden, *arguments, **options)
-
-
-def policy_files(directory: Path) -> dict[str, bytes]:
-    """Files of a policy's directory beside the weights: configuration and tokenizer, by name."""
-    suffixes = {".json", ".jinja", ".txt", ".model"}
-    skipped = {"model.safetensors.index.json", "training.json", "evaluation.json"}  # of other weights
-    return {
-        path.name: path.read_bytes()
-        for path in sorted(directory.iterdir())
-        if path.is_file() and path.suffix in suffixes and path.name not in skipped
-    }

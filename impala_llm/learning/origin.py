@@ -3,7 +3,6 @@
 They lie on a board in shared memory, in a checkpoint, or in the directory of the configured start.
 """
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,8 @@ from impala_llm.learning.checkpoints.past import Past
 from impala_llm.learning.checkpoints.reader import CheckpointReader
 from impala_llm.learning.checkpoints.writer import POLICY
 from impala_llm.learning.lora import add_adapters, load_adapters, without_prefix
-from impala_llm.learning.model import VALUE_HEAD_FILE, PolicyModel
+from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.model_files import base_checksum, model_checksum
 from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.pipeline.weights.board import WeightReader
@@ -38,10 +38,6 @@ from impala_llm.settings import Config, model_directory, other_models
 
 _NONE, _NONE_WHOLE = -1, -2
 """In place of a checkpoint's update, between ranks: there is no checkpoint; there are, and all are damaged."""
-
-_PIECES, _PIECE = 1024, 4096
-"""Number of pieces of a weights file that its fingerprint is computed from, and bytes of each: a file of up to 4 MB is
-read as a whole."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,12 @@ class Origin:
     checkpoint: CheckpointReader | None
     """Newest undamaged checkpoint; at least the optimizer and the state of the trainer are read from it."""
     is_lost: bool
-    """Whether shared memory is gone, and tickets, trajectories and replay come from the checkpoint."""
+    """Whether shared memory is gone, and tickets, trajectories and replay come from the checkpoint, if there is one."""
+
+    @property
+    def begins(self) -> bool:
+        """Whether it is the configured start."""
+        return self.board is None and self.checkpoint is None
 
     def past(self, ranks: Ranks) -> Past | None:
         """Read what a rank had in the checkpoint; None where there is none."""
@@ -97,6 +98,8 @@ def find_origin(run_folder: Path, newest: WeightReader | None, versions: Version
     if update >= 0:
         folder = next(path for path in checkpoints(run_folder) if update_of(path) == update)
         checkpoint = CheckpointReader(read_manifest(folder))
+    if checkpoint is None and on_board is None and versions.reserved >= 0:  # it was lost before its first checkpoint
+        return Origin(0, versions.unused(0), None, None, is_lost=True)
     if checkpoint is None or (on_board is not None and on_board >= checkpoint.manifest.version):
         version, ahead = on_board or 0, versions.ahead
         if versions.reserved < 0 and checkpoint is not None:  # versions.json is lost
@@ -126,6 +129,8 @@ def make_model(config: Config, origin: Origin, ranks: Ranks) -> PolicyModel:
     beside = checkpoint.manifest.path.name if checkpoint is not None and is_on_board else None
     model = start_model(config, origin.board, origin.update, ranks.is_main, beside)
     model.bases = base_checksums(config)
+    if ranks.is_main and (directory := model_directory(config.model.path)) is not None:
+        model.start = model_checksum(directory)
     if checkpoint is not None and model.bases:
         _compare_bases(model.bases, checkpoint)
     if ranks.is_sharded:  # whole, before it is cut; in the host's memory, as a device may not hold it
@@ -156,27 +161,15 @@ def base_checksums(config: Config) -> dict[str, int]:
 def _compare_bases(bases: Mapping[str, int], checkpoint: CheckpointReader) -> None:
     """Raise ConfigError where such weights differ from those that a checkpoint was trained with."""
     before, folder = checkpoint.plain(0)["bases"], checkpoint.manifest.path
+    # The start of a run may lie in another directory by now, or be spelt otherwise.
+    start = next((number for word, number in before.items() if word.startswith("model.path=")), None)
     for word, base in bases.items():
-        if before.get(word) not in (None, base):
+        if (start if word.startswith("model.path=") else before.get(word)) not in (None, base):
             raise ConfigError(
                 f"{word} has other weights than those that checkpoint {folder.name} was trained with, under its "
                 "adapters, as its reference or as its teacher: put these back, or train its policy further with "
                 f"model.path={folder / POLICY} and another run.name, and run.dir where it is given"
             )
-
-
-def base_checksum(directory: Path) -> int:
-    """Checksum of the weights in a Hugging Face directory, by pieces of each file: quick for any size."""
-    found = 0
-    for path in sorted((*directory.glob("*.safetensors"), *directory.glob("*.bin"))):
-        if path.name != VALUE_HEAD_FILE:
-            size = path.stat().st_size
-            found = zlib.crc32(f"{path.name} {size}".encode(), found)
-            with path.open("rb") as file:
-                for number in range(_PIECES):
-                    file.seek(number * size // _PIECES)
-                    found = zlib.crc32(file.read(_PIECE), found)
-    return found
 
 
 def start_model(
@@ -226,8 +219,7 @@ def board_dtype(config: Config) -> torch.dtype | None:
 
 def describe(config: Config, ranks: Ranks, model: PolicyModel, origin: Origin) -> None:
     """Say what is trained, and what about it may go wrong."""
-    begins = origin.board is None and origin.checkpoint is None
-    for caution in [*cautions(config, model), *(other_value_head(config, model) if begins else [])]:
+    for caution in [*cautions(config, model), *(other_value_head(config, model) if origin.begins else [])]:
         say(f"learner: {caution}")
     size = sum(p.numel() for p in model.lm.parameters())
     learning = sum(p.numel() for p in model.lm.parameters() if p.requires_grad)

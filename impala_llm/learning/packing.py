@@ -370,7 +370,7 @@ class TokenBudget:
         """Return why the state of an earlier budget does not hold today; empty where it does."""
         if state["configured"] != self._configured:
             return f"learner.token_budget was {state['configured']}"
-        return differences(state.get("conditions"), self._conditions)
+        return differences(state["conditions"], self._conditions)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from impala_llm.engines.embedded.model_weights import SAFETENSORS_NAMES, checkpo
 from impala_llm.learning.lora import (
     ADAPTER_FOLDER,
     Adapter,
+    adapter_tensors,
     adapters,
     beside_version,
     exported_name,
@@ -91,11 +92,14 @@ class PolicyExport:
         """Communication of ranks that write a version together; None where each rank holds the whole policy."""
         return self._together if self._ranks.is_sharded else None
 
-    def tensors(self, dtype: torch.dtype | None = None) -> dict[str, TensorSource]:
+    def tensors(
+        self, dtype: torch.dtype | None = None, of_adapters: Mapping[str, Tensor] | None = None
+    ) -> dict[str, TensorSource]:
         """The policy, without the value head, for `WeightPublisher.publish` or, on other ranks, `contribute`.
 
         Args:
             dtype: of what is written; None: that of the weights.
+            of_adapters: tensors of the adapters that are merged, by the names of `adapter_tensors`; None: the model's.
 
         Raises:
             ModelRefused: parts or conversions are asked for, and the policy's files hold something else than pieces of
@@ -106,7 +110,7 @@ class PolicyExport:
             return {name: _whole(tensor) for name, tensor in self._model.policy_weights()}
         found: dict[str, TensorSource] = {}
         seen: set[int] = set()
-        merged = adapters(lm)
+        merged = adapters(lm, of_adapters)
         for held_name, tensor in lm.state_dict(keep_vars=True).items():
             name_outside = exported_name(held_name)
             if name_outside is None or id(tensor) in seen:  # an adapter's, or tied to another
@@ -141,39 +145,65 @@ class PolicyExport:
             OSError: the disk does not take it.
             SafetensorError: the same.
         """
-        is_shared = self._ranks.is_sharded
-        if not is_shared and not is_adapted(self._model.lm):
-            self._model.save(directory, files)
+        if not self._ranks.is_sharded:
+            if is_adapted(self._model.lm):
+                self.as_it_is(files)(directory)
+            else:
+                self._model.save(directory, files)
             return
         tensors = self.tensors()
-        layout = safetensors_layout.plan({name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()})
         error: Exception | None = None
-        if is_shared:
-            names = self._ranks.gather({"directory": list(os.fsencode(directory))})
-            directory = Path(os.fsdecode(bytes(int(byte) for byte in names[0]["directory"])))
+        layout = _layout(tensors)
+        names = self._ranks.gather({"directory": list(os.fsencode(directory))})
+        directory = Path(os.fsdecode(bytes(int(byte) for byte in names[0]["directory"])))
         if self._ranks.is_main:
             try:
-                self._write_all_but_tensors(directory, files, layout)
+                of_adapters = adapter_tensors(self._model.lm)
+                self._write_all_but_tensors(directory, self._model.config_files(files), layout, of_adapters)
             except Exception as found:  # whatever it is, the other ranks wait to be told
                 error = found
-        if self._together.tell(int(error is None)) if is_shared else error is None:
-            target = np.memmap(directory / WEIGHTS_FILE, np.uint8, "r+", shape=(layout.num_bytes,))
-            write_tensors(layout, target, tensors)
-            target.flush()
-            if is_shared:
-                self._ranks.barrier()
+        if self._together.tell(int(error is None)):
+            _write_into(directory, layout, tensors)
+            self._ranks.barrier()
         if error is not None:
             raise error
 
-    def _write_all_but_tensors(self, directory: Path, files: Mapping[str, bytes], layout: Layout) -> None:
+    def as_it_is(self, files: Mapping[str, bytes]) -> Callable[[Path], None]:
+        """Return a function that does what `save` does, with the policy as it is at this call: in any thread, and while
+        the policy learns further. For one with adapters that this rank holds whole: all but adapters and value head
+        stays as it is, and of these there is a copy."""
+        of_adapters = {name: p.detach().clone() for name, p in adapter_tensors(self._model.lm).items()}
+        tensors, own_files = self.tensors(of_adapters=of_adapters), self._model.config_files(files)
+
+        def write(directory: Path) -> None:
+            layout = _layout(tensors)
+            self._write_all_but_tensors(directory, own_files, layout, of_adapters)
+            _write_into(directory, layout, tensors)
+
+        return write
+
+    def _write_all_but_tensors(
+        self, directory: Path, files: Mapping[str, bytes], layout: Layout, of_adapters: Mapping[str, Tensor]
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        for name, content in self._model.config_files(files).items():
+        for name, content in files.items():
             (directory / name).write_bytes(content)
-        if is_adapted(self._model.lm):
-            save_adapter(self._model.lm, directory / ADAPTER_FOLDER)
+        if of_adapters:
+            save_adapter(self._model.lm, directory / ADAPTER_FOLDER, of_adapters)
         with (directory / WEIGHTS_FILE).open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, layout.num_bytes)  # a full disk is an error here, and a signal later
             file.write(layout.header)
+
+
+def _layout(tensors: Mapping[str, TensorSource]) -> Layout:
+    return safetensors_layout.plan({name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()})
+
+
+def _write_into(directory: Path, layout: Layout, tensors: Mapping[str, TensorSource]) -> None:
+    """Write tensors, or this process's parts of them, into the file of weights in a directory."""
+    target = np.memmap(directory / WEIGHTS_FILE, np.uint8, "r+", shape=(layout.num_bytes,))
+    write_tensors(layout, target, tensors)
+    target.flush()
 
 
 def _whole(tensor: Tensor) -> TensorSource:

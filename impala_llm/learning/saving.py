@@ -132,18 +132,30 @@ class Saving:
 
     # --- checkpoints
 
-    def is_due_by_number(self, next_update: int) -> bool:
-        """Whether this update is one of those by number that end with a checkpoint."""
-        every = self._config.checkpoint_every
-        return bool(every) and next_update % every == 0
+    def is_due_at_start(self, next_update: int) -> bool:
+        """Whether the first update of this learner should end with a checkpoint: by number, or because the run has none
+        yet, so that a lost host would cost all of it. All ranks find the same."""
+        return self._checkpointer.is_on and (self._saved is None or self._is_due_by_number(next_update))
 
-    def is_due(self, next_update: int) -> bool:
-        """Whether this update should end with a checkpoint: by number, by time, or for the best policy so far."""
-        if self._checkpointer.is_busy:
+    def is_due(self, next_update: int, saves_now: bool) -> bool:
+        """Whether an update should end with a checkpoint: by number, by time, for the best policy so far, or because
+        the run has none yet.
+
+        Args:
+            next_update: the update.
+            saves_now: whether the update before it ends with a checkpoint, which is begun after this call.
+        """
+        if saves_now:
+            return self._is_due_by_number(next_update)
+        if self._checkpointer.is_busy or not self._checkpointer.is_on:
             return False
         minutes = self._config.checkpoint_minutes
         is_late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
-        return is_late or self._checkpointer.is_wanted or self.is_due_by_number(next_update)
+        return is_late or self._checkpointer.is_wanted or self.is_due_at_start(next_update)
+
+    def _is_due_by_number(self, next_update: int) -> bool:
+        every = self._config.checkpoint_every
+        return bool(every) and next_update % every == 0
 
     def tickets(self, version: int) -> Tickets:
         """Return the tickets of this rank, and the trajectories that they have brought, as of a learner's version."""
@@ -151,21 +163,26 @@ class Saving:
         return receiver.rows(version), receiver.held()
 
     def save(self, tickets: Tickets, moment: Moment) -> None:
-        """Begin to write a checkpoint of the last update that is over. All ranks call it."""
-        if not self._checkpointer.is_on:
+        """Begin to write a checkpoint of the last update that is over, unless another one is being written. All ranks
+        call it."""
+        parts, is_busy = self._parts, self._checkpointer.is_busy
+        if parts.ranks.is_sharded:  # which export together, or not at all
+            is_busy = parts.ranks.sum([float(is_busy)], of_processes=True)[0] > 0
+        if is_busy or not self._checkpointer.is_on:
             return
-        parts = self._parts
-        # Ranks meet in an export that each writes a part of, and adapters are merged into one: that is not put off.
-        if parts.ranks.is_sharded or (is_adapted(parts.model.lm) and parts.ranks.is_main):
-            folder = self._checkpointer.export_folder(moment.update)
-            try:
-                parts.publisher.export.save(folder, parts.files)
-            except Exception as error:
-                shutil.rmtree(folder, ignore_errors=True)
-                name = name_of(moment.update)
-                _say_failure(f"checkpoint {name} has no {POLICY}/, but the run can go on from it", error)
+        if parts.ranks.is_sharded:  # ranks meet in an export that each writes a part of: that is not put off
+            self._export(moment.update, partial(parts.publisher.export.save, files=parts.files))
         if self._checkpointer.save(self._state(tickets, moment)):
             self._saved_at, self._saved = time.monotonic(), moment
+
+    def _export(self, update: int, write: Callable[[Path], None]) -> None:
+        """Write the plain export of a checkpoint. One that cannot be written is left out, which is said."""
+        folder = self._checkpointer.export_folder(update)
+        try:
+            write(folder)
+        except Exception as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            _say_no_export(update, error)
 
     def save_last(self, moment: Moment) -> bool:
         """Write the last checkpoint, of the last update that is over, and return once it is on the disk. All ranks call
@@ -178,6 +195,8 @@ class Saving:
         if not self._checkpointer.is_on:
             return self._saved is None or self._saved.update == moment.update
         if self._is_changed or moment.update == 0:
+            if moment.update == 0 and self._parts.ranks.is_main:
+                self._checkpointer.versions.end(moment.version)
             return False
         ranks, is_there = self._parts.ranks, self._checkpointer.wait()
         saved = None if self._saved is None else (self._saved.update, self._saved.patience)
@@ -321,7 +340,24 @@ class Saving:
             policy=dict(parts.model.policy_weights()) if exports else {},
             files=parts.model.config_files(parts.files) if exports else {},
             patience=moment.patience,
+            start=parts.model.start,
+            export=self._merged_export(moment.update),
         )
+
+    def _merged_export(self, update: int) -> Callable[[], None] | None:
+        """Return what writes the plain export of a policy with adapters, later; None where this rank writes none so."""
+        parts = self._parts
+        if not parts.ranks.is_main or parts.ranks.is_sharded or not is_adapted(parts.model.lm):
+            return None
+        try:
+            return partial(self._export, update, parts.publisher.export.as_it_is(parts.files))
+        except Exception as error:
+            _say_no_export(update, error)
+            return None
+
+
+def _say_no_export(update: int, error: Exception) -> None:
+    _say_failure(f"checkpoint {name_of(update)} has no {POLICY}/, but the run can go on from it", error)
 
 
 def _say_failure(what: str, error: Exception) -> None:

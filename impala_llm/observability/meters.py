@@ -11,6 +11,7 @@ from impala_llm.learning.parallel import Ranks
 from impala_llm.observability.metrics import METRICS, MetricLog
 from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.processes.limited_warnings import RateLimitedWarnings
+from impala_llm.processes.supervised import say
 from impala_llm.trajectory import Trajectory
 
 _MAX_BEGUN = 1 << 14
@@ -201,6 +202,12 @@ class Meters:
         self._progress["progress/episodes"] += summary.get("rollout/episodes", 0.0)
         return summary | self._window.add(summary) | self._progress
 
-    def go_on_from(self, metrics: Mapping[str, float]) -> None:
-        """Go on counting over the whole run from the metrics of an earlier step."""
+    def go_on_from(self, metrics: Mapping[str, float], update: int = 0) -> None:
+        """Go on counting over the whole run from the metrics of an earlier step.
+
+        Args:
+            update: that the run goes on from; where the metrics are of an earlier one, rank 0 says so.
+        """
         self._progress |= {name: metrics[name] for name in self._progress if name in metrics}
+        if self._ranks.is_main and (last := int(metrics.get("step", update))) < update:
+            say(f"learner: an earlier learner died before it had logged updates after {last}: curves leave them out")

@@ -16,7 +16,7 @@ class TensorBoardWriter:
 
     def __init__(self, directory: Path) -> None:
         last = last_step(directory)
-        first = None if last is None else last + 1
+        first = 0 if last is None else last + 1  # of a run that begins again there may be events
         self._events = SummaryWriter(log_dir=str(directory), flush_secs=FLUSH_S, purge_step=first)
 
     def write(self, step: int, metrics: Mapping[str, float], time_s: float) -> None:

@@ -57,6 +57,20 @@ def test_a_run_without_a_checkpoint_begins(tmp_path: Path) -> None:
     assert (origin.update, origin.version, origin.checkpoint) == (0, 0, None)
 
 
+def test_a_run_that_begins_again_uses_no_version_twice(tmp_path: Path) -> None:
+    """Its host was lost before the first checkpoint, and again; a run that has ended without an update has no gap."""
+    folder, found = tmp_path / "checkpoints", []
+    for _ in range(3):
+        versions = VersionMark(folder)
+        origin = find_origin(tmp_path, None, versions, Ranks("cpu"))
+        assert (origin.update, origin.checkpoint, origin.begins) == (0, None, True)
+        versions.reserve(origin.version, ahead=origin.version)
+        found.append((origin.version, versions.reserved))
+    assert found == [(0, 256), (257, 513), (514, 770)]
+    VersionMark(folder).end(0)
+    assert find_origin(tmp_path, None, VersionMark(folder), Ranks("cpu")).version == 0
+
+
 @pytest.mark.parametrize("is_noted", [True, False])
 def test_versions_that_are_ahead_of_updates_stay_so_where_their_note_is_lost(tmp_path: Path, is_noted: bool) -> None:
     make_checkpoint(tmp_path, 95, version=257)

@@ -16,10 +16,12 @@ from impala_llm.config import ConfigError, load, to_yaml
 from impala_llm.learning.checkpoints.files import Manifest, VersionMark, manifest_bytes, name_of
 from impala_llm.learning.checkpoints.kept_settings import keep_settings
 from impala_llm.learning.checkpoints.resume import Start, can_go_on, how_to_start
+from impala_llm.learning.model_files import model_checksum
 from impala_llm.pipeline.shm.run_directory import RunDirectory, RunDirectoryError, find_run, remove_run_dir
 from impala_llm.pipeline.shm.store_header import sizes
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.settings import ReplayConfig
+from tests.learning.builders import save_lm
 
 
 @pytest.fixture
@@ -30,7 +32,12 @@ def settings(tmp_path: Path) -> Iterator[list[str]]:
 
 
 def make_run(
-    settings: list[str], update: int | None, *others: str, minutes_used: float = 0.0, patience: int = 0
+    settings: list[str],
+    update: int | None,
+    *others: str,
+    minutes_used: float = 0.0,
+    patience: int = 0,
+    start: int | None = None,
 ) -> Path:
     """The folder that a run has left on the disk, with a checkpoint or without; returns its path."""
     config = load([*settings, *others])
@@ -41,7 +48,7 @@ def make_run(
     if update is not None:
         checkpoint = folder / "checkpoints" / name_of(update)
         checkpoint.mkdir(parents=True)
-        manifest = Manifest(checkpoint, update, update, 77, 1, minutes_used, {}, {}, patience)
+        manifest = Manifest(checkpoint, update, update, 77, 1, minutes_used, {}, {}, patience, start)
         (checkpoint / "manifest.json").write_bytes(manifest_bytes(manifest))
     return folder
 
@@ -184,6 +191,55 @@ def test_a_checkpoint_of_another_release_is_refused_with_what_to_do(settings: li
     assert "has format 1, of another release, " in said and "go on with that release, or begin a new run" in said
 
 
+def lose_at_start(settings: list[str], last: int = 5) -> Path:
+    """Leave the folder of a run that was lost with its host after a few updates, before its first checkpoint."""
+    folder = make_run(settings, None)
+    versions = VersionMark(folder / "checkpoints")
+    versions.run_id = 77
+    for version in range(last + 1):
+        versions.reserve(version, ahead=0)
+    (folder / "checkpoints" / "update-000001.new").mkdir()
+    for name in ("policy-candidate", "policy-20.new-4711", "policy-best"):
+        (folder / name).mkdir()
+    (folder / "policy-best" / "evaluation.json").write_text('{"evaluation/update": 0, "evaluation/score": 0.1}')
+    return folder
+
+
+def test_a_run_that_was_lost_before_its_first_checkpoint_begins_again(settings: list[str]) -> None:
+    """Under its number, so that actors on other hosts come back, as after a later loss."""
+    folder = lose_at_start(settings)
+    note = f"the run in {folder} was lost before its first checkpoint, and begins again"
+    assert how_to_start(load(settings)) == Start(run_id=77, notes=(note,))
+    [first, second] = how_to_start(load([*settings, "actor.num_actors=3"])).notes
+    assert first == note and "going on with actor.num_actors=3" in second
+    assert "with algorithm.loss.cap=" in refusal(settings, "algorithm.loss.cap=3")
+    assert "and two would be mixed" in refusal(settings, "run.resume=false")
+    assert "nor a checkpoint in" in refusal(settings, "run.resume=true")
+    leave_in_memory(settings, folder, life=0)
+    assert how_to_start(load(settings)).take_over
+
+
+@pytest.mark.parametrize(
+    "left",
+    ["policy", "policy-20", "policy.replaced", "policy-best/x", "checkpoints/update-000020.damaged", "many updates"],
+)
+def test_a_run_does_not_begin_again_where_something_would_be_lost(settings: list[str], left: str) -> None:
+    folder = lose_at_start(settings, last=600 if left == "many updates" else 5)
+    (folder / left).mkdir(exist_ok=True)
+    if left == "policy-best/x":
+        (folder / "policy-best" / "evaluation.json").write_text('{"evaluation/update": 20, "evaluation/score": 0.1}')
+    assert "holds a run already, without a checkpoint to go on from: set another run.name" in refusal(settings)
+
+
+def test_a_run_that_was_lost_before_its_first_update_keeps_its_number(settings: list[str]) -> None:
+    folder = lose_at_start(settings)
+    shutil.rmtree(folder / "tensorboard")
+    (folder / "checkpoints" / "update-000001.new").rmdir()
+    assert how_to_start(load(settings)) == Start(run_id=77)
+    assert how_to_start(load([*settings, "run.resume=false"])) == Start()
+    assert how_to_start(load([*settings, "algorithm.loss.cap=3"])) == Start()
+
+
 @pytest.fixture
 def forbidden(tmp_path: Path) -> Iterator[Path]:
     """A folder that this user may not enter."""
@@ -309,6 +365,39 @@ def test_another_distribution_of_tokens_is_not_gone_on_with_in_silence(
     assert said in refusal(settings, change)
     start = how_to_start(load([*settings, change, "run.resume=true"]))
     assert start.run_id == 77 and f"going on with {change.partition('=')[0]}=" in start.notes[0]
+
+
+@pytest.mark.parametrize("resume", ["auto", "true"])
+def test_another_path_of_the_same_model_keeps_no_run_from_going_on(
+    resume: str, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spelt otherwise it is the same setting; in another directory it is the same by its files, and said."""
+    monkeypatch.chdir(tmp_path)
+    former = save_lm(tmp_path / "models" / "policy")
+    settings = [*settings, "engine.max_length=64", f"run.resume={resume}"]
+    make_run([*settings, f"model.path={former}"], 20, start=model_checksum(former))
+    for same in (f"{former}/", "models/policy", f"{tmp_path}/models/../models/policy"):
+        assert how_to_start(load([*settings, f"model.path={same}"])) == Start(run_id=77)
+    former.rename(tmp_path / "moved")
+    start = how_to_start(load([*settings, "model.path=moved"]))
+    assert (start.run_id, start.notes) == (77, (f"going on with model.path=moved, before {former}",))
+    (tmp_path / "moved" / "tokenizer.json").write_text("{}")
+    assert "and not moved, which has other weights or another tokenizer: set" in refusal(settings, "model.path=moved")
+
+
+def test_a_model_at_another_path_is_refused_where_nothing_says_that_it_is_the_same(
+    settings: list[str], tmp_path: Path
+) -> None:
+    """As with a checkpoint of an earlier release; the message says what helps."""
+    former = save_lm(tmp_path / "policy")
+    settings = [*settings, "engine.max_length=64", "run.resume=true"]
+    make_run([*settings, f"model.path={former}"], 20)
+    former.rename(tmp_path / "moved")
+    said = refusal(settings, f"model.path={tmp_path}/moved")
+    assert "make a link to it at the former path" in said
+    former.symlink_to(tmp_path / "moved")
+    assert how_to_start(load([*settings, f"model.path={tmp_path}/moved"])).run_id == 77
+    assert "and not scratch: set another" in refusal(settings, "model.path=scratch")
 
 
 def test_other_settings_may_change_and_are_named(settings: list[str], tmp_path: Path) -> None:

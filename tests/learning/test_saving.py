@@ -2,25 +2,30 @@
 
 import errno
 import os
+import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from impala_llm.config import ConfigError, load
 from impala_llm.learner import Learner
+from impala_llm.learning import saving as saving_module
 from impala_llm.learning.checkpoints import writer as checkpoint
-from impala_llm.learning.checkpoints.files import checkpoints, newest_whole
+from impala_llm.learning.checkpoints.files import checkpoints, newest_whole, update_of
 from impala_llm.learning.checkpoints.reader import CheckpointReader
 from impala_llm.learning.checkpoints.resume import Start
 from impala_llm.learning.checkpoints.writer import Checkpointer
-from impala_llm.learning.lora import add_adapters
+from impala_llm.learning.lora import adapter_tensors, add_adapters
 from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.model_files import model_checksum
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.origin import Origin, make_model
 from impala_llm.learning.parallel import Ranks
@@ -69,7 +74,7 @@ def test_a_checkpoint_has_no_half_written_export(
     with monkeypatch.context() as full:  # for the merged matrices, which are the most of it
         full.setattr(os, "posix_fallocate", fails)
         saving.save(saving.tickets(5), MOMENT)
-    assert checkpointer.wait()
+        assert checkpointer.wait()
     manifest, passed_over = newest_whole(tmp_path / "run")
     assert manifest is not None and passed_over == []
     assert not (manifest.path / "policy").exists()
@@ -123,6 +128,67 @@ def test_the_last_checkpoint_is_written_again_where_it_has_failed(
         assert not checkpointer.wait()
     saving.save_last(MOMENT)
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["update-000005"]
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """A disk that takes no weights of an export before it is told to: set when some have come; what tells it."""
+    has_come, goes_on, allocate = threading.Event(), threading.Event(), os.posix_fallocate
+
+    def slowly(*words: int) -> None:
+        has_come.set()
+        assert goes_on.wait(30)
+        allocate(*words)
+
+    monkeypatch.setattr(os, "posix_fallocate", slowly)
+    return has_come, goes_on
+
+
+def test_a_checkpoint_that_finds_another_one_being_written_exports_nothing(
+    tmp_path: Path, slow_disk: tuple[threading.Event, threading.Event]
+) -> None:
+    has_come, goes_on = slow_disk
+    saving, checkpointer = make_saving(tmp_path, lora_rank=2)
+    saving.save(saving.tickets(5), MOMENT)
+    assert has_come.wait(30)
+    saving.save(saving.tickets(6), Moment(6, 6, 1.0))
+    left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    goes_on.set()
+    assert checkpointer.wait() and left == ["update-000005.new"]
+
+
+def test_a_policy_with_adapters_learns_on_while_it_is_exported(
+    tmp_path: Path, slow_disk: tuple[threading.Event, threading.Event]
+) -> None:
+    """The export, its adapters and the checkpoint are those of the update that has ended."""
+    has_come, goes_on = slow_disk
+    model = PolicyModel.from_pretrained(save_lm(tmp_path / "model"))
+    add_adapters(model.lm, LoraConfig(rank=2))
+    adapters = adapter_tensors(model.lm)
+    change = partial(torch.nn.init.normal_, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for tensor in adapters.values():
+            change(tensor)
+    saving, checkpointer = make_saving(tmp_path, 2, model=model)
+    expected = {name: tensor.detach().clone() for name, tensor in adapters.items()}
+    goes_on.set()
+    PolicyExport(model, Ranks("cpu")).save(tmp_path / "expected", {"tokenizer.json": b"{}"})
+    goes_on.clear(), has_come.clear()
+    saving.save(saving.tickets(5), MOMENT)
+    assert has_come.wait(30), "the learner goes on"
+    saving.before_change()
+    with torch.no_grad():
+        for tensor in adapters.values():
+            change(tensor)
+    goes_on.set()
+    assert checkpointer.wait()
+    manifest, _ = newest_whole(tmp_path / "run")
+    assert manifest is not None
+    for path in sorted(path for path in (tmp_path / "expected").rglob("*") if path.is_file()):
+        name = path.relative_to(tmp_path / "expected")
+        assert (manifest.path / "policy" / name).read_bytes() == path.read_bytes(), name
+    CheckpointReader(manifest).load_model(model)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapters.items())
 
 
 @pytest.mark.parametrize(("version", "best"), [(4, ["update-000005"]), (6, [])])
@@ -213,6 +279,40 @@ def test_shared_memory_outlives_all_ends_until_policy_and_checkpoint_are_on_the_
     assert find_run(config.run.name) is None
 
 
+def step_without_training(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a learner make an update of nothing, and wait for the checkpoint that it may begin."""
+    batch = Mock(trajectories=[], num_tokens=1)
+    monkeypatch.setattr(learner, "take_batch", lambda: batch)
+    monkeypatch.setattr(learner.trainer, "update", Mock())
+    monkeypatch.setattr(learner.batches, "learned", Mock())
+    monkeypatch.setattr(learner.publisher, "publish", Mock(return_value={}))
+    for name in ("observe", "finish_step"):
+        monkeypatch.setattr(learner.meters, name, Mock())
+    monkeypatch.setattr(learner.meters, "gather", Mock(return_value={}))
+    monkeypatch.setattr(learner.meters.log, "merge", Mock())
+    assert learner.step()
+    learner.checkpointer.wait()
+
+
+def test_a_checkpoint_is_due_after_the_first_update_and_then_once_for_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that is lost before `learner.checkpoint_minutes` are over has one already, and no update follows with a
+    second one."""
+    config = load(["experiment=toy", f"run.name=test-{uuid.uuid4().hex[:12]}", f"run.dir={tmp_path}"])
+    config.run.terminal = False
+    config.learner.checkpoint_minutes, config.learner.checkpoints_kept = 1.0, 100
+    clock = Mock(**{"monotonic.return_value": 0.0})
+    monkeypatch.setattr(saving_module, "time", clock)
+    with ExitStack() as stack:
+        learner = Learner(config, Ranks("cpu"), stack, Start(), Mock(number=0))
+        for _ in range(12):
+            clock.monotonic.return_value += 15.0
+            step_without_training(learner, monkeypatch)
+        found = sorted(map(update_of, checkpoints(tmp_path)))
+    assert found == [1, 6, 11]
+
+
 # --- weights beside those that learn
 
 
@@ -258,6 +358,20 @@ def test_a_run_does_not_go_on_beside_other_weights_than_it_was_trained_with(
     train_further(paths[changed])
     said = f"{changed}={paths[changed]} has other weights .*: put .* model.path={checkpoint.manifest.path}/"
     with pytest.raises(ConfigError, match=said):
+        make_model(config, origin, Ranks("cpu"))
+
+
+def test_a_checkpoint_knows_the_model_that_its_run_began_with_wherever_it_lies(tmp_path: Path) -> None:
+    """By a checksum; the weights under its adapters are compared also where they have moved."""
+    start = save_lm(tmp_path / "model")
+    words = ["model.lora.rank=2", "engine.max_length=64"]
+    checkpoint = make_checkpoint(tmp_path, load([*words, f"model.path={start}"]))
+    assert checkpoint.manifest.start == model_checksum(start)
+    start.rename(tmp_path / "moved")
+    config, origin = load([*words, f"model.path={tmp_path}/moved"]), Origin(5, 5, None, checkpoint, is_lost=True)
+    make_model(config, origin, Ranks("cpu"))
+    train_further(tmp_path / "moved")
+    with pytest.raises(ConfigError, match="moved has other weights"):
         make_model(config, origin, Ranks("cpu"))
 
 

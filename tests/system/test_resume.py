@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
-from tests.system.lost_hosts import SYNCHRONOUS, losses, violations
+from tests.system.lost_hosts import SYNCHRONOUS, lose_host, losses, violations
 from tests.system.runs import ROOT, Run, column
 
 STOP_S = 30.0
@@ -25,6 +25,29 @@ def test_a_run_that_loses_its_host_makes_the_same_updates_under_new_versions(tmp
     rng = random.Random(0)
     moments = [lambda run: run.wait_for_updates(rng.randint(5, 9))] * 2
     assert violations(tmp_path, 24, moments) == []
+
+
+@pytest.mark.system
+def test_a_run_that_loses_its_host_before_the_first_checkpoint_begins_again(tmp_path: Path) -> None:
+    """By the same command, and under new versions: its curve is that of an undisturbed run."""
+    settings = (*SYNCHRONOUS, "learner.total_updates=4")
+    with Run(tmp_path / "whole", *settings) as run:
+        assert run.train().wait(240) == 0, run.printed()
+        expected = losses(run.rows())
+    with Run(tmp_path / "lost", *settings) as run:
+        run.train()
+        run.wait_for_updates(2)
+        published = lose_host(run)
+        for path in (run.directory / "checkpoints").glob("update-*"):  # as if it had been lost a little earlier
+            shutil.rmtree(path)
+        assert run.train().wait(240) == 0, run.printed()
+        assert run.log.read_text().count("was lost before its first checkpoint, and begins again") == 1
+        assert column(run.rows(), "step") == [1, 2, 3, 4] and losses(run.rows()) == expected
+        assert min(column(run.rows(), "learner/version")) > published > 0
+        events = EventAccumulator(str(run.directory / "tensorboard"))
+        events.Reload()
+        assert [event.step for event in events.Scalars("time/step_s")] == [1, 2, 3, 4]
+        run.assert_gone()
 
 
 @pytest.mark.system

@@ -10,8 +10,8 @@
                                             (with tensor parallelism: of each process, those that lead a rank first)
     <run.dir>/checkpoints/update-000124.damaged/    one that was not whole when a learner went on from an older one
     <run.dir>/checkpoints/best              a link to the best one by evaluation
-    <run.dir>/checkpoints/versions.json     up to which version the run may have published, and how many
-                                            times it has gone on from a checkpoint alone
+    <run.dir>/checkpoints/versions.json     up to which version the run may have published, how many times it
+                                            has gone on without shared memory, and its number
 
 Invariant: a folder named update-* was whole when it got its name: it is written under another, brought to the disk and
 then renamed. What has happened to the disk since is found by sizes and checksums before it is used.
@@ -79,6 +79,8 @@ class Manifest:
     tensors: Mapping[str, tuple[Part, ...]]
     patience: int = 0
     """`evaluation.patience` that has ended the run; 0: it has not."""
+    start: int | None = None
+    """Checksum of the model that training began with, see `model_checksum`; None: a random one, or not known."""
 
     def verify(self) -> None:
         """Read all files. Raises CheckpointError where one is missing or differs."""
@@ -133,6 +135,7 @@ def read_manifest(path: Path) -> Manifest:
                 for name, parts in values["tensors"].items()
             },
             int(values["patience"]),
+            values["start"],
         )
     except CheckpointError:
         raise
@@ -144,7 +147,7 @@ def read_manifest(path: Path) -> Manifest:
 
 def manifest_bytes(manifest: Manifest) -> bytes:
     """A manifest as the file that `read_manifest` reads."""
-    names = ("update", "version", "run_id", "num_ranks", "minutes_used", "patience")
+    names = ("update", "version", "run_id", "num_ranks", "minutes_used", "patience", "start")
     values: dict[str, Any] = {"format": FORMAT, **{name: getattr(manifest, name) for name in names}}
     values["files"] = {name: list(entry) for name, entry in manifest.files.items()}
     values["tensors"] = {
@@ -250,8 +253,9 @@ class VersionMark:
     """Up to which version a run may have published, on the disk that has its checkpoints.
 
     A host that is lost takes along what it has published since its last checkpoint. The learner that goes on must use
-    none of these versions again, since engines may still have them: it begins above the mark. A learner that ends in
-    order sets the mark to its last version, so that the next one goes on without a gap.
+    none of these versions again, since engines may still have them: it begins above the mark, also where there was no
+    checkpoint yet and the run begins again. A learner that ends in order sets the mark to its last version, so that the
+    next one goes on without a gap.
 
     Args:
         folder: of the checkpoints.
@@ -264,10 +268,11 @@ class VersionMark:
             values = json.loads(self._path.read_bytes())
             self.reserved, self.ahead = int(values["reserved"]), int(values["ahead"])
             self.life: int | None = int(values["life"])
+            self.run_id: int | None = None if values["run_id"] is None else int(values["run_id"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            self.reserved, self.ahead, self.life = -1, 0, None
+            self.reserved, self.ahead, self.life, self.run_id = -1, 0, None, None
         """Highest version that may have been published, -1: not known; by how much versions are ahead of updates; how
-        many times the run has gone on from a checkpoint alone, None: not known."""
+        many times the run has gone on without shared memory, and the number of the run, None: not known."""
 
     def unused(self, version: int) -> int:
         """First number for the weights of a checkpoint of this version: its own, unless later ones may be known."""
@@ -275,7 +280,8 @@ class VersionMark:
         return version if reserved <= version else reserved + 1
 
     def begin_life(self) -> None:
-        """Note that the run goes on from a checkpoint alone: what it has left in any host's shared memory is stale."""
+        """Note that the run goes on from a checkpoint alone, or begins again: what it has left in any host's shared
+        memory is stale."""
         self._write(self.reserved, self.ahead, (self.life or 0) + 1)
 
     def reserve(self, version: int, ahead: int) -> None:
@@ -290,7 +296,8 @@ class VersionMark:
     def _write(self, reserved: int, ahead: int, life: int | None = None) -> None:
         life = (self.life or 0) if life is None else life
         # Of one length, so that one can be written over another.
-        content = json.dumps({"reserved": reserved, "ahead": ahead, "life": life}).encode().ljust(_MARK_BYTES)
+        values = {"reserved": reserved, "ahead": ahead, "life": life, "run_id": self.run_id}
+        content = json.dumps(values).encode().ljust(_MARK_BYTES)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             try:

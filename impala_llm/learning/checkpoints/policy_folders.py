@@ -4,11 +4,17 @@ A folder cannot be renamed onto another that has files: the earlier one is renam
 is killed in between, the next one puts the folders back or removes them.
 """
 
+import json
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
+CANDIDATE = "policy-candidate"
+"""Folder of the policy whose evaluation is under way."""
+SCORE_FILE = "evaluation.json"
+"""File of the best policy's folder: what its evaluation has found."""
 _REPLACED = ".replaced"
 """Suffix of a policy while another takes its name; it counts where none has it."""
 _UNFINISHED = re.compile(r"policy.*\.new-\d+")
@@ -45,6 +51,21 @@ def put_policies_back(run_folder: Path) -> None:
     for path in list(run_folder.glob("policy*")):
         if _UNFINISHED.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def learned_policies(run_folder: Path) -> list[Path]:
+    """Return the policies in a run's folder that are of one of its updates, or may be.
+
+    The others are the one that the run began with, and those that are being written or evaluated.
+    """
+    found = []
+    for path in run_folder.glob("policy*"):
+        update = None
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            update = json.loads((path / SCORE_FILE).read_text())["evaluation/update"]
+        if update != 0 and path.name != CANDIDATE and not _UNFINISHED.fullmatch(path.name):
+            found.append(path)
+    return found
 
 
 def _remove(path: Path) -> None:

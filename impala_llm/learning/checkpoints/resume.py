@@ -15,9 +15,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from impala_llm.checks.idle_settings import in_force
 from impala_llm.config import ConfigError, plain
-from impala_llm.learning.checkpoints.files import FOLDER, Manifest, VersionMark, newest_whole
+from impala_llm.learning.checkpoints.files import FOLDER, NEW, RESERVED, Manifest, VersionMark, newest_whole
 from impala_llm.learning.checkpoints.folder_owner import RUN_FIX, wait_for_owner
 from impala_llm.learning.checkpoints.kept_settings import keep_settings
+from impala_llm.learning.checkpoints.policy_folders import learned_policies
+from impala_llm.learning.model_files import model_checksum
 from impala_llm.pipeline.shm.run_directory import (
     Left,
     RunDirectoryError,
@@ -41,6 +43,8 @@ _SAME_RUN = (
     *("engine.temperature", "engine.top_p", "engine.max_length"),  # of the distribution of stored log-probabilities
 )
 """Settings by which `auto` tells the same command from another experiment in the same folder."""
+_DIRECTORIES = ("model.path", "algorithm.reference", "algorithm.credit.teacher")
+"""Settings that name the directory of a model, which each spelling of its path means."""
 _OF_THE_COMMAND = ("run.resume", "run.dir", "run.name")
 """Settings that say where and how a run goes on, and not how it trains."""
 
@@ -77,10 +81,7 @@ def how_to_start(config: Config) -> Start:
     if not _holds_run(folder):
         return _without_folder(config, found)
     left = found if found is not None and found.output == str(folder.resolve()) else None
-    where = f"run.dir={folder} holds a run already"
-    trained = folder / "policy"
-    onward = f" (model.path={trained} goes on from its policy)" if model_directory(str(trained)) else ""
-    anew = f"set another run.name, and run.dir where it is given{onward}"
+    where, anew = f"run.dir={folder} holds a run already", _anew(folder)
     if resume is False:
         raise ConfigError(f"{where}, and two would be mixed: {anew}, or leave run.resume=false out to go on with it")
     notes = []
@@ -94,34 +95,20 @@ def how_to_start(config: Config) -> Start:
     if stale and checkpoint is not None:
         left = None
         notes.append(f"{stale}: that is discarded, and the run goes on from checkpoint {checkpoint.path.name}")
+    run_id = None if checkpoint is None else checkpoint.run_id
     if left is None and checkpoint is None:
         if resume is True and not passed_over:
             raise ConfigError(_nothing_left(config))
-        damaged = f" ({'; '.join(passed_over)})" if passed_over else ""
-        raise ConfigError(f"{where}, without a checkpoint to go on from{damaged}: {anew}, or remove the folder")
-    differing = _differing(config, folder)
-    if differing is None and resume is not True:
-        raise ConfigError(
-            f"{where}, and {folder / 'config.yaml'} cannot be read, with which the settings are compared: restore it, "
-            f"{anew}, or set run.resume=true to go on without"
-        )
-    differing = differing or []
-    if refused := [found for found in differing if found[0].startswith(_MUST_AGREE if resume is True else _SAME_RUN)]:
-        key, before, now = refused[0][0], written(refused[0][1]), written(refused[0][2])
-        others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
-        is_fatal = any(key.startswith(_MUST_AGREE) for key, *_ in refused)
-        way = "" if is_fatal else ", or set run.resume=true to go on so"
-        raise ConfigError(f"{where}, with {key}={before} and not {now}{others}: {anew}, or put it back{way}")
+        if passed_over or (run_id := _lost_at_start(folder)) is None:
+            damaged = f" ({'; '.join(passed_over)})" if passed_over else ""
+            raise ConfigError(f"{where}, without a checkpoint to go on from{damaged}: {anew}, or remove the folder")
+        notes.append(f"the run in {folder} was lost before its first checkpoint, and begins again")
+    changed = _changed(config, folder, checkpoint, where, anew)
     if left is not None:
         _check_sizes(config, left, checkpoint)
     if left is None and checkpoint is not None and (limit := _finished(config, checkpoint)):
         raise ConfigError(f"{where}, which has finished at update {checkpoint.update}: raise {limit}, or {anew}")
-    if changed := [found for found in differing if found[0] not in _OF_THE_COMMAND]:
-        settings = "; ".join(f"{key}={written(now)}, before {written(before)}" for key, before, now in changed)
-        notes.append(f"going on with {settings}")
-    return Start(
-        take_over=left is not None, run_id=None if checkpoint is None else checkpoint.run_id, notes=tuple(notes)
-    )
+    return Start(take_over=left is not None, run_id=run_id, notes=(*notes, *changed))
 
 
 def can_go_on(config: Config) -> bool:
@@ -177,7 +164,7 @@ def _without_folder(config: Config, left: Left | None) -> Start:
     is_own = left is not None and left.output in (None, str(Path(run.dir).resolve()))
     if run.resume is not True:
         if left is None:
-            return Start()
+            return Start(run_id=None if run.resume is False else _lost_before_first_update(config))
         own = f"{_removed(run.name)}: run.resume=true would have gone on with it"
         return Start(notes=(own if is_own else _removed_of_another(run.name, left),))
     if left is None:
@@ -191,6 +178,31 @@ def _without_folder(config: Config, left: Left | None) -> Start:
         raise ConfigError(f"run.resume=true: {reason}, and {run.dir} has no checkpoint: put learner.num_ranks back")
     _check_sizes(config, left, None)
     return Start(take_over=True)
+
+
+def _lost_at_start(folder: Path) -> int | None:
+    """Return the number of a run that may begin again, since its host was lost before the first checkpoint; None where
+    something would be lost: what may be a checkpoint or a policy of later updates, or the work of many of them, which
+    another host may still have in memory."""
+    mark = VersionMark(folder / FOLDER)
+    others = [path for path in (folder / FOLDER).glob("update-*") if path.suffix != NEW]
+    is_early = 0 <= mark.reserved - mark.ahead <= RESERVED
+    return mark.run_id if is_early and not others and not learned_policies(folder) else None
+
+
+def _lost_before_first_update(config: Config) -> int | None:
+    """Return the number of a run that has begun in a folder, with these settings, and has made no update; None where
+    there is none. Actors on other hosts know it."""
+    differing, run_id = _differing(config, Path(config.run.dir)), _lost_at_start(Path(config.run.dir))
+    is_same = differing is not None and not any(key.startswith(_SAME_RUN) for key, *_ in differing)
+    return run_id if is_same else None
+
+
+def _anew(folder: Path) -> str:
+    """Return what begins another run than the one in a folder."""
+    trained = folder / "policy"
+    onward = f" (model.path={trained} goes on from its policy)" if model_directory(str(trained)) else ""
+    return f"set another run.name, and run.dir where it is given{onward}"
 
 
 def _removed(name: str) -> str:
@@ -244,6 +256,49 @@ def _nothing_left(config: Config) -> str:
     )
 
 
+def _changed(config: Config, folder: Path, checkpoint: Manifest | None, where: str, anew: str) -> list[str]:
+    """Return a sentence on settings that the run in a folder had otherwise, and that may change; none where none has.
+
+    Args:
+        checkpoint: that the run goes on from; None: there is none.
+        where, anew: parts of a refusal: what the folder holds, and what begins another run.
+
+    Raises:
+        ConfigError: others have changed, or what they were is not known.
+    """
+    differing, resume = _differing(config, folder), config.run.resume
+    if differing is None and resume is not True:
+        raise ConfigError(
+            f"{where}, and {folder / 'config.yaml'} cannot be read, with which the settings are compared: restore it, "
+            f"{anew}, or set run.resume=true to go on without"
+        )
+    differing = differing or []
+    fixed = _MUST_AGREE if resume is True else _SAME_RUN
+    refused = [found for found in differing if found[0].startswith(fixed)]
+    model = _other_model(config, checkpoint) if any(key == "model.path" for key, *_ in refused) else ""
+    if refused := [found for found in refused if found[0] != "model.path" or model is not None]:
+        key, before, now = refused[0][0], written(refused[0][1]), written(refused[0][2])
+        others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        others += (model or "") if key == "model.path" else ""
+        is_fatal = any(key.startswith(_MUST_AGREE) for key, *_ in refused)
+        way = "" if is_fatal else ", or set run.resume=true to go on so"
+        raise ConfigError(f"{where}, with {key}={before} and not {now}{others}: {anew}, or put it back{way}")
+    changed = [found for found in differing if found[0] not in _OF_THE_COMMAND]
+    settings = "; ".join(f"{key}={written(now)}, before {written(before)}" for key, before, now in changed)
+    return [f"going on with {settings}"] if changed else []
+
+
+def _other_model(config: Config, checkpoint: Manifest | None) -> str | None:
+    """Return a clause for a refusal on a model at another path than the one that a run began with; None where it is the
+    same model."""
+    directory = model_directory(config.model.path)
+    if directory is None:
+        return ""
+    if checkpoint is None or checkpoint.start is None:
+        return ", which nothing says to be the same model (if it is, make a link to it at the former path)"
+    return None if checkpoint.start == model_checksum(directory) else ", which has other weights or another tokenizer"
+
+
 def _differing(config: Config, folder: Path) -> list[tuple[str, object, object]] | None:
     """Settings in force that the run in the folder had otherwise: (key, its value, ours). None: they cannot be read."""
     try:
@@ -264,9 +319,15 @@ def _differing(config: Config, folder: Path) -> list[tuple[str, object, object]]
             value = value[part]
         now = plain(now)  # as the file has it
         # A setting that had no effect is not there.
-        if is_there and value != now:
+        if is_there and value != now and not (key in _DIRECTORIES and _is_same_directory(value, now)):
             found.append((key, value, now))
     return found
+
+
+def _is_same_directory(one: object, other: object) -> bool:
+    """Return whether two values of a setting name the same directory of a model."""
+    found = [model_directory(path) if isinstance(path, str) else None for path in (one, other)]
+    return found[0] is not None and found[0] == found[1]
 
 
 def _finished(config: Config, checkpoint: Manifest) -> str:

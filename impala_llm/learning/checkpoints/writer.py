@@ -73,12 +73,13 @@ class State:
     """State of a rank at the end of an update.
 
     Attributes:
-        update, version, run_id, minutes_used, patience: see `Manifest`.
+        update, version, run_id, minutes_used, patience, start: see `Manifest`.
         plain: numbers, strings, lists, dicts and arrays.
         records: trajectories by `unroll_id`, each as a function that returns its bytes; cleared once they are copied.
         tensors: that this rank alone writes, or its share of; by name. They are copied later.
         policy: weights of the plain Hugging Face export, by the names there; of rank 0 alone.
         files: of the export beside its weights, by name.
+        export: writes the export in place of both, where `Checkpointer.export_folder` says.
     """
 
     update: int
@@ -91,6 +92,8 @@ class State:
     policy: Mapping[str, Tensor] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     patience: int = 0
+    start: int | None = None
+    export: Callable[[], None] | None = None
 
 
 def tensors_of(model: PolicyModel, optimizer: Optimizer, is_main: bool, exports: bool = True) -> dict[str, Tensor]:
@@ -198,9 +201,7 @@ class Checkpointer:
         return self._folder / (name_of(update) + NEW) / POLICY
 
     def save(self, state: State) -> bool:
-        """Begin to write a checkpoint.
-
-        The tensors must not change before `wait_until_copied` has returned.
+        """Begin to write a checkpoint. Its tensors must not change before `wait_until_copied` has returned.
 
         Returns:
             Whether it was begun: not while another is being written, nor where checkpoints are off.
@@ -226,8 +227,7 @@ class Checkpointer:
     def mark_best(self, version: int, score: float) -> None:
         """Keep the checkpoint of this version, and no longer the one that was the best before. On rank 0.
 
-        Where there is none of this version the next one counts, and one is written soon. What the folder refuses is
-        only said.
+        Where there is none of this version the next one counts, and one is written soon. A refusal is only said.
 
         Args:
             score: in the evaluation that it was the best of.
@@ -290,13 +290,15 @@ class Checkpointer:
         written = _Written()
         prefix = f"rank-{self._rank}"
         exported = aside / POLICY
+        if state.export is not None:
+            state.export()
         if state.policy:
             exported.mkdir()
             for name, content in state.files.items():
                 written.files[f"{POLICY}/{name}"] = write_file(aside / POLICY / name, [content])
             named = {key: (key, t) for key, t in copied.policy.items()}
             written.files[_WEIGHTS] = _write_tensors(aside / _WEIGHTS, named)
-        elif self._rank == 0 and exported.is_dir():  # written by all ranks together
+        elif self._rank == 0 and exported.is_dir():  # by `state.export`, or by all ranks together
             for path in exported.rglob("*"):
                 sync(path)
                 if (found := checksum(path)) is not None:
@@ -308,9 +310,8 @@ class Checkpointer:
                 (_WEIGHTS, copied.exported[name]) if name in copied.exported else (f"{prefix}.safetensors", name)
             )
             written.tensors[name] = [Part(file, key, offsets)]
-        records = copied.records
-        written.files[f"{prefix}.records"] = write_file(aside / f"{prefix}.records", records.values())
-        index = [[number, len(record)] for number, record in records.items()]
+        written.files[f"{prefix}.records"] = write_file(aside / f"{prefix}.records", copied.records.values())
+        index = [[number, len(record)] for number, record in copied.records.items()]
         packed = msgpack.packb({**state.plain, "records": index}, default=_pack)
         written.files[f"{prefix}.msgpack"] = write_file(aside / f"{prefix}.msgpack", [packed])
         if self._rank:
@@ -330,7 +331,8 @@ class Checkpointer:
             path.unlink()
         tensors = {name: tuple(parts) for name, parts in written.tensors.items()}
         facts = (state.update, state.version, state.run_id, self._num_ranks, state.minutes_used)
-        write_file(aside / MANIFEST, [manifest_bytes(Manifest(aside, *facts, written.files, tensors, state.patience))])
+        manifest = Manifest(aside, *facts, written.files, tensors, state.patience, state.start)
+        write_file(aside / MANIFEST, [manifest_bytes(manifest)])
         for folder in (aside / POLICY, aside):
             if folder.is_dir():
                 sync(folder)
