@@ -399,7 +399,8 @@ class Learner:
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 at the end of training, 2 for what will fail again, 1 where actors brought nothing for
-    too long or the next learner can go on, 4 where the policy could not be saved, 130 after Ctrl-C, 129 after SIGHUP, 143 after SIGTERM."""
+    too long, or where another start is needed, 4 where the policy could not be saved, 130 after Ctrl-C, 129 after
+    SIGHUP, 143 after SIGTERM."""
     end_with_supervisor()
     keep_exit_codes()
     try:
