@@ -25,7 +25,7 @@ COLUMNS = (
     "optimizer/gradient_norm", "optimizer/learning_rate",
     "ratio/mean", "ratio/max", "loss/clip_share", "ratio/ess", "ratio/k1", "ratio/k3", "staleness/oldest",
     "staleness/mean", "staleness/newest", "actor/generated_tokens_per_s", "actor/idle_share",
-    "learner/trained_tokens_per_s", "time/idle_share", "time/step_s", "weights/publish_s",
+    "learner/trained_tokens_per_s", "time/idle_share", "time/step_s", "weights/publish_s", "mismatch/logprob_mean",
 )  # fmt: skip
 OUT = Path(__file__).resolve().parent.parent / "docs" / "results" / "quickstart"
 SMOOTHING = 20
