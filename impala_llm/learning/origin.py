@@ -129,7 +129,9 @@ def make_model(config: Config, origin: Origin, ranks: Ranks) -> PolicyModel:
     beside = checkpoint.manifest.path.name if checkpoint is not None and is_on_board else None
     model = start_model(config, origin.board, origin.update, ranks.is_main, beside)
     model.bases = base_checksums(config)
-    if ranks.is_main and (directory := model_directory(config.model.path)) is not None:
+    if checkpoint is not None and checkpoint.manifest.start is not None:
+        model.start = checkpoint.manifest.start  # the directory may hold other weights by now
+    elif ranks.is_main and (directory := model_directory(config.model.path)) is not None:
         model.start = model_checksum(directory)
     if checkpoint is not None and model.bases:
         _compare_bases(model.bases, checkpoint)

@@ -166,7 +166,7 @@ class Saving:
         """Begin to write a checkpoint of the last update that is over, unless another one is being written. All ranks
         call it."""
         parts, is_busy = self._parts, self._checkpointer.is_busy
-        if parts.ranks.is_sharded:  # which export together, or not at all
+        if parts.ranks.num_processes > 1:  # all write a part, or none does
             is_busy = parts.ranks.sum([float(is_busy)], of_processes=True)[0] > 0
         if is_busy or not self._checkpointer.is_on:
             return
@@ -195,8 +195,6 @@ class Saving:
         if not self._checkpointer.is_on:
             return self._saved is None or self._saved.update == moment.update
         if self._is_changed or moment.update == 0:
-            if moment.update == 0 and self._parts.ranks.is_main:
-                self._checkpointer.versions.end(moment.version)
             return False
         ranks, is_there = self._parts.ranks, self._checkpointer.wait()
         saved = None if self._saved is None else (self._saved.update, self._saved.patience)

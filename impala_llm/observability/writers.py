@@ -101,6 +101,8 @@ class MetricWriter:
         self._writers: dict[str, Writer] = {}
         self._retries: dict[str, float] = {}
         """Writers whose disk was full, and when each is made anew, in seconds of time.monotonic."""
+        self._made_anew: set[str] = set()
+        """Those of them that have not written yet."""
         for name in (METRICS_FILE, *names) if with_lines else names:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
@@ -131,6 +133,11 @@ class MetricWriter:
                 writer.write(step, metrics, now)
             except Exception as error:  # a writer is other people's code
                 self._leave_out(name, f"at step {step}", error)
+            else:
+                if name in self._made_anew:
+                    self._made_anew.remove(name)
+                    self._is_full_said = False
+                    say(f"metric writer {name} writes again, from step {step} on")
 
     def write_text(self, name: str, text: str) -> None:
         """Hand a text to the writers that take texts. One that fails is left out from then on."""
@@ -177,7 +184,7 @@ class MetricWriter:
                 self._leave_out(name, f"at step {step}", error.__cause__ or error)
             else:
                 self._writers[name] = writer
-                say(f"metric writer {name} writes again, from step {step} on")
+                self._made_anew.add(name)
 
     def __enter__(self) -> "MetricWriter":
         return self

@@ -219,6 +219,23 @@ def test_a_run_that_was_lost_before_its_first_checkpoint_begins_again(settings: 
     assert how_to_start(load(settings)).take_over
 
 
+def test_what_a_lost_host_has_in_memory_of_a_run_that_began_again_elsewhere_is_discarded(settings: list[str]) -> None:
+    folder = lose_at_start(settings)
+    leave_in_memory(settings, folder, life=0)
+    VersionMark(folder / "checkpoints").begin_life()
+    start = how_to_start(load(settings))
+    assert (start.take_over, start.run_id) == (False, 77)
+    assert "that is discarded" in start.notes[0] and "begins again" in start.notes[1]
+    assert not can_go_on(load(settings)), "nothing was learned"
+
+
+def test_a_run_that_ended_in_order_does_not_begin_again_without_its_checkpoints(settings: list[str]) -> None:
+    """Its user has moved the large files away; its metrics would go."""
+    folder = lose_at_start(settings)
+    VersionMark(folder / "checkpoints").end(200)
+    assert "without a checkpoint to go on from" in refusal(settings)
+
+
 @pytest.mark.parametrize(
     "left",
     ["policy", "policy-20", "policy.replaced", "policy-best/x", "checkpoints/update-000020.damaged", "many updates"],

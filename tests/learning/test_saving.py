@@ -157,6 +157,33 @@ def test_a_checkpoint_that_finds_another_one_being_written_exports_nothing(
     assert checkpointer.wait() and left == ["update-000005.new"]
 
 
+def test_no_rank_begins_a_checkpoint_while_another_one_writes(
+    tmp_path: Path, slow_disk: tuple[threading.Event, threading.Event]
+) -> None:
+    """Rank 0 writes the policy beside its part, and is busy for longer."""
+    has_come, goes_on = slow_disk
+    meeting = Meeting()
+    both = [make_saving(tmp_path, 0, ThreadRanks(rank, meeting)) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda each: each[0].save(each[0].tickets(5), MOMENT), both))
+        assert has_come.wait(30)
+        while both[1][1].is_busy:
+            pass
+        list(pool.map(lambda each: each[0].save(each[0].tickets(6), Moment(6, 6, 1.0)), both))
+        assert not both[1][1].is_busy
+        goes_on.set()
+        assert list(pool.map(lambda each: each[1].wait(), both)) == [True, True]
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["update-000005"]
+
+
+def test_a_stop_before_the_first_update_leaves_its_version_reserved(tmp_path: Path) -> None:
+    """It was published: the run that begins again must not give its number to other weights."""
+    saving, checkpointer = make_saving(tmp_path, 0)
+    checkpointer.versions.reserve(0, ahead=0)
+    assert not saving.save_last(Moment(0, 0, 0.1))
+    assert checkpointer.versions.unused(0) > 0
+
+
 def test_a_policy_with_adapters_learns_on_while_it_is_exported(
     tmp_path: Path, slow_disk: tuple[threading.Event, threading.Event]
 ) -> None:

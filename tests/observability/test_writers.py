@@ -211,6 +211,23 @@ def test_a_disk_that_was_full_costs_the_steps_until_there_is_room(
     assert "is full" in said and f"metric writer {name} writes again, from step 3 on" in said
 
 
+def test_a_disk_that_stays_full_is_named_once_and_again_when_it_fills_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with MetricWriter(tmp_path, [], retry_s=0.0) as writer:
+        for _ in range(2):
+            with monkeypatch.context() as patch:
+                patch.setattr(math, "isfinite", fail)
+                for step in (1, 2, 3):
+                    writer.write(step, {"rollout/score": 0.1})
+            writer.write(4, {"rollout/score": 0.4})
+    said = "".join(capfd.readouterr())
+    assert said.count("is full") == said.count("writes again, from step 4 on") == said.count("writes again") == 2
+
+
 def test_a_writer_that_cannot_be_made_is_named(own: Path) -> None:
     with pytest.raises(ConfigError, match="my_writers:LoggedOut cannot be made: RuntimeError: log in first"):
         MetricWriter(own, ["my_writers:LoggedOut"])

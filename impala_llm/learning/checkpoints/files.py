@@ -269,10 +269,12 @@ class VersionMark:
             self.reserved, self.ahead = int(values["reserved"]), int(values["ahead"])
             self.life: int | None = int(values["life"])
             self.run_id: int | None = None if values["run_id"] is None else int(values["run_id"])
+            self.has_ended = bool(values["has_ended"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            self.reserved, self.ahead, self.life, self.run_id = -1, 0, None, None
+            self.reserved, self.ahead, self.life, self.run_id, self.has_ended = -1, 0, None, None, False
         """Highest version that may have been published, -1: not known; by how much versions are ahead of updates; how
-        many times the run has gone on without shared memory, and the number of the run, None: not known."""
+        many times the run has gone on without shared memory, and the number of the run, None: not known; whether it
+        has ended in order since it last published."""
 
     def unused(self, version: int) -> int:
         """First number for the weights of a checkpoint of this version: its own, unless later ones may be known."""
@@ -291,12 +293,12 @@ class VersionMark:
 
     def end(self, version: int) -> None:
         """Note that the run has ended in order, with a checkpoint of this version, its last."""
-        self._write(version, self.ahead)
+        self._write(version, self.ahead, has_ended=True)
 
-    def _write(self, reserved: int, ahead: int, life: int | None = None) -> None:
+    def _write(self, reserved: int, ahead: int, life: int | None = None, has_ended: bool = False) -> None:
         life = (self.life or 0) if life is None else life
         # Of one length, so that one can be written over another.
-        values = {"reserved": reserved, "ahead": ahead, "life": life, "run_id": self.run_id}
+        values = {"reserved": reserved, "ahead": ahead, "life": life, "run_id": self.run_id, "has_ended": has_ended}
         content = json.dumps(values).encode().ljust(_MARK_BYTES)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -313,7 +315,7 @@ class VersionMark:
                 f"{self.reserved} may be used twice: make room on that disk",
             )
             return
-        self.reserved, self.ahead, self.life = reserved, ahead, life
+        self.reserved, self.ahead, self.life, self.has_ended = reserved, ahead, life, has_ended
 
     def _overwrite(self, content: bytes) -> None:
         """Write over the file that is there: on a full disk that needs no room, where the file system does not copy."""

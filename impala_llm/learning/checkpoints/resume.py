@@ -90,11 +90,12 @@ def how_to_start(config: Config) -> Start:
     stale = "" if left is None else _stale(config, folder, left)
     # Before shared memory is discarded the checkpoint must be whole; else the learner looks at its files.
     checkpoint, passed_over = newest_whole(folder, verifies=bool(stale))
-    if stale and checkpoint is None:
-        raise ConfigError(f"{where}, and nothing to go on from: {stale}, and no checkpoint is whole; {anew}")
-    if stale and checkpoint is not None:
+    if stale:
+        if checkpoint is None and (passed_over or _lost_at_start(folder) is None):
+            raise ConfigError(f"{where}, and nothing to go on from: {stale}, and no checkpoint is whole; {anew}")
         left = None
-        notes.append(f"{stale}: that is discarded, and the run goes on from checkpoint {checkpoint.path.name}")
+        onward = "" if checkpoint is None else f", and the run goes on from checkpoint {checkpoint.path.name}"
+        notes.append(f"{stale}: that is discarded{onward}")
     run_id = None if checkpoint is None else checkpoint.run_id
     if left is None and checkpoint is None:
         if resume is True and not passed_over:
@@ -114,7 +115,8 @@ def how_to_start(config: Config) -> Start:
 def can_go_on(config: Config) -> bool:
     """Return whether the same command would go on with a run that has been stopped."""
     try:
-        return how_to_start(config).goes_on
+        start = how_to_start(config)
+        return start.take_over or (start.goes_on and newest_whole(Path(config.run.dir), verifies=False)[0] is not None)
     except (ConfigError, RunDirectoryError):
         return False
 
@@ -186,7 +188,7 @@ def _lost_at_start(folder: Path) -> int | None:
     another host may still have in memory."""
     mark = VersionMark(folder / FOLDER)
     others = [path for path in (folder / FOLDER).glob("update-*") if path.suffix != NEW]
-    is_early = 0 <= mark.reserved - mark.ahead <= RESERVED
+    is_early = not mark.has_ended and 0 < mark.reserved - mark.ahead <= RESERVED
     return mark.run_id if is_early and not others and not learned_policies(folder) else None
 
 
