@@ -58,6 +58,10 @@ STATE = "state"
 _SAY_EVERY_S = 10.0
 
 
+class NotSaved(Exception):
+    """The disk refused the policy. The message says what is kept."""
+
+
 @dataclass(frozen=True)
 class Data:
     """Demonstrations to learn from, and to measure on."""
@@ -204,8 +208,10 @@ class WarmStart:
             self.measure()
         if self.told < self.update:
             self.tell()
-        self.save()
+        unsaved = self.save()
         say(f"sft: the policy is saved in {self.folder / 'policy'}: train it with model.path={self.folder / 'policy'}")
+        if unsaved:
+            say(f"sft: {unsaved}")
 
     def step(self) -> None:
         """One update, and what is due after it."""
@@ -328,23 +334,40 @@ class WarmStart:
         if self.checkpointer.save(state):
             self.saved_at = time.monotonic()
 
-    def save(self) -> None:
+    def save(self) -> str:
         """Write the last checkpoint, and then the policy, so that whatever is wrong with that loses nothing.
 
+        Returns:
+            A sentence where the checkpoint could not be written; empty where it is on the disk.
+
         Raises:
-            OSError: the disk refuses the policy.
-            SafetensorError: the same.
+            NotSaved: the disk refuses the policy.
         """
         self.checkpointer.wait()
         self.checkpoint()
-        self.checkpointer.wait()
+        unsaved = "" if self.checkpointer.wait() else self._unsaved()
         target = self.folder / "policy"
         aside = target.with_name(f"{target.name}.new-{os.getpid()}")
         try:
             self.export.save(aside, self.files)
             replace_folder(aside, target)
+        except (OSError, SafetensorError) as error:
+            then = unsaved or "when that is mended, the same command saves it from the last checkpoint"
+            raise NotSaved(f"sft.dir={self.folder}: the policy cannot be saved: {error}: {then}") from None
         finally:
             shutil.rmtree(aside, ignore_errors=True)
+        return unsaved
+
+    def _unsaved(self) -> str:
+        """What becomes of the last update, whose checkpoint could not be written; empty where an earlier one has it."""
+        kept = newest_whole(self.folder / STATE)[0]
+        if kept is not None and kept.update == self.update:
+            return ""
+        then = "begins anew" if kept is None else f"goes on from update {kept.update}"
+        return (
+            f"update {self.update} could not be saved: the same command {then}; make room in sft.dir={self.folder} "
+            "before it"
+        )
 
 
 def warm_start(config: Config, folders: Sequence[Path]) -> Path:
@@ -352,7 +375,8 @@ def warm_start(config: Config, folders: Sequence[Path]) -> Path:
 
     Raises:
         ConfigError, DemonstrationError, CheckpointError: it cannot begin.
-        KeyboardInterrupt, SystemExit: it was told to stop, and what was learned is saved.
+        NotSaved: the disk refused the policy.
+        KeyboardInterrupt, SystemExit: it was told to stop, and what was learned is saved, or what is not was said.
     """
     policy = resolve_policy(config)
     folder = Path(config.sft.dir)
@@ -373,8 +397,8 @@ def warm_start(config: Config, folders: Sequence[Path]) -> Path:
             warm.run()
         except (KeyboardInterrupt, SystemExit):
             warm.imitation.model.zero_grad(set_to_none=True)
-            warm.save()
-            say(f"sft: interrupted; update {warm.update} is saved in {folder}, the same command goes on from there")
+            saved = f"update {warm.update} is saved in {folder}, the same command goes on from there"
+            say(f"sft: interrupted; {warm.save() or saved}")
             raise
     return folder / "policy"
 
@@ -391,10 +415,13 @@ def main(config: Config, folders: Sequence[Path]) -> int:
     except (CheckpointError, ModelRefused, OutOfMemory) as error:
         print(f"impala-llm: {error}", file=sys.stderr)
         return 2
+    except NotSaved as error:
+        print(f"impala-llm: {error}", file=sys.stderr)
+        return 4
     except (OSError, SafetensorError) as error:
         print(
-            f"impala-llm: sft.dir={config.sft.dir}: the policy cannot be saved: {error}: when that is mended, the same "
-            "command saves it from the last checkpoint",
+            f"impala-llm: sft.dir={config.sft.dir}: {error}: when that is mended, the same command goes on from the "
+            "last checkpoint",
             file=sys.stderr,
         )
         return 4
