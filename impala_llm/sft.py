@@ -100,11 +100,12 @@ def load_data(config: Config, policy: Path, folders: Sequence[Path]) -> Data:
             found.append(d)
     there = len(found)
     found = [d for d in found if d.trajectory.score >= config.sft.min_score]
-    where = f"sft.data={','.join(map(str, folders))}"
+    where = f"{'sft.data' if config.sft.data else 'demonstrations.dir'}={','.join(map(str, folders))}"
     if there == 0:
-        raise DemonstrationError(
-            f"{where} holds no demonstrations: record some with `impala-llm demonstrate`, or name another folder"
-        )
+        fix = "record some with `impala-llm demonstrate`, or name another folder"
+        if not config.sft.data:
+            fix = "none was recorded; play an episode to its end, or name a folder that has some with sft.data"
+        raise DemonstrationError(f"{where} holds no demonstrations: {fix}")
     if not found:
         raise DemonstrationError(
             f"{where}: none of {there} demonstrations has sft.min_score={config.sft.min_score:g}: lower it, or record "
@@ -306,6 +307,12 @@ class WarmStart:
                 raise ConfigError(
                     f"sft.dir={self.folder} holds a warm start with {differs}: name another folder, or put that back"
                 )
+        if manifest.update > self.total:
+            key = "max_updates" if self.total == self.config.sft.max_updates else "epochs"
+            raise ConfigError(
+                f"sft.{key}={getattr(self.config.sft, key)} ends after {self.total} updates, and sft.dir={self.folder} "
+                f"has learned in {manifest.update} updates already: set it to at least as many, or another sft.dir"
+            )
         # As newest ones they would count among those that are kept, and new ones be removed at once.
         for path, reason in zip(checkpoints(self.folder / STATE), passed_over, strict=False):
             say(f"sft: checkpoint {reason}: it is passed over, and stays as {set_aside(path).name}")

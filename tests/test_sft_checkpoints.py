@@ -119,3 +119,14 @@ def test_a_policy_that_could_not_be_saved_either_is_not_promised(
         "the policy cannot be saved: " in said and "update 1 could not be saved: the same command begins anew" in said
     )
     assert "from the last checkpoint" not in said
+
+
+def test_an_end_before_what_is_done_is_refused(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = warm_start(tmp_path, tiny_model, *FEW, "sft.max_updates=3")
+    before = (folder / "config.yaml").read_text()
+    assert main(["sft", *words(tmp_path, tiny_model, *FEW, "sft.max_updates=1")]) == 2
+    said = capsys.readouterr().err
+    assert "sft.max_updates=1" in said and "has learned in 3 updates already" in said
+    assert (folder / "config.yaml").read_text() == before
