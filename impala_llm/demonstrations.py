@@ -37,12 +37,15 @@ from impala_llm.writable_folders import writing_to
 
 FORMAT = 2
 HEADER = "demonstrations.json"
+PART_EPISODES = 500
+"""Most episodes of a part."""
 CHECKSUM = "lines_sha256"
 """Key of the lines' checksum in the metadata of the arrays. Parts that another program has written may have none."""
 ARRAYS_CHECKSUM = "arrays_sha256"
 """Key of the arrays' own checksum there. Parts that another program has written may have none."""
 _PARTS = "part-*.jsonl"
 _PART = re.compile(r"part-([0-9]+)\.jsonl")
+_AGAIN = "copy it again, or record into demonstrations.dir=NEW"
 _DAMAGES = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """Errors that damaged JSON leads to, a TrajectoryError among them."""
 
@@ -104,6 +107,8 @@ def read_header(folder: Path) -> Header:
     path = folder / HEADER
     try:
         values = json.loads(path.read_bytes())
+        for name in ("format", *(f.name for f in dataclasses.fields(Header) if f.default is dataclasses.MISSING)):
+            _require(name in values, f"it has no {name}")
         if values.pop("format") != FORMAT:
             raise DemonstrationError(
                 f"{path} has another format than {FORMAT}: record the demonstrations again with `impala-llm "
@@ -112,7 +117,13 @@ def read_header(folder: Path) -> Header:
         for key, kind in (("model", str), ("tokenizer", str), ("vocab_size", int), ("settings", dict)):
             _require(isinstance(values[key], kind), f"{key} is {values[key]!r}: {kind.__name__} is expected")
         return Header(**values)
+    except NotADirectoryError:
+        raise DemonstrationError(
+            f"{folder} is a file: name the folder of demonstrations, such as {folder.parent}"
+        ) from None
     except FileNotFoundError:
+        if has_parts(folder):
+            raise DemonstrationError(f"{folder} has parts but no readable {HEADER} (it is missing): {_AGAIN}") from None
         raise DemonstrationError(
             f"{folder} holds no demonstrations ({HEADER} is missing): record some with `impala-llm demonstrate "
             f"demonstrations.dir={folder}`, or correct the path"
@@ -120,7 +131,10 @@ def read_header(folder: Path) -> Header:
     except _DAMAGES as error:
         if isinstance(error, DemonstrationError):
             raise
-        raise DemonstrationError(f"{path} cannot be read ({_reason(error)}): record the demonstrations again") from None
+        reason = _reason(error)
+        if has_parts(folder):
+            raise DemonstrationError(f"{folder} has parts but no readable {HEADER} ({reason}): {_AGAIN}") from None
+        raise DemonstrationError(f"{path} cannot be read ({reason}): record the demonstrations again") from None
 
 
 def add_part(folder: Path, demonstrations: Sequence[Demonstration]) -> None:

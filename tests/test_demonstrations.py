@@ -345,7 +345,27 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(
     (noisy / "part-00000.safetensors").write_bytes(b"damaged")
     assert "part-00000.safetensors is missing or damaged" in refusal(noisy)
     (noisy / "demonstrations.json").write_text("{")
-    assert "demonstrations.json cannot be read" in refusal(noisy)
+    assert "has parts but no readable demonstrations.json (JSONDecodeError" in refusal(noisy)
+
+
+def test_a_folder_whose_header_is_lost_or_damaged_is_not_told_to_record_into_it(
+    noisy: Path, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header = noisy / "demonstrations.json"
+    values = json.loads(header.read_text())
+    header.unlink()
+    fix = "copy it again, or record into demonstrations.dir=NEW"
+    for command in (["demonstrations", str(noisy)], ["demonstrate", *words(tmp_path, tiny_model)]):
+        assert main(command) == 2
+        said = capsys.readouterr().err
+        assert f"{noisy} has parts but no readable demonstrations.json (it is missing): {fix}" in said
+    for key in ("player", "tokenizer", "format"):
+        header.write_text(json.dumps({name: value for name, value in values.items() if name != key}))
+        assert f"no readable demonstrations.json (it has no {key}): {fix}" in refused(noisy)
+    header.write_text(json.dumps({"format": 2}))
+    (begun := tmp_path / "begun").mkdir()
+    shutil.copy(header, begun)
+    assert "demonstrations.json cannot be read (it has no env): record the demonstrations again" in refused(begun)
 
 
 def copied(folder: Path, target: Path, *found: Demonstration) -> Path:
@@ -455,7 +475,7 @@ def test_other_damage_is_named(noisy: Path, tmp_path: Path, tiny_model: Path) ->
     assert "part-x.jsonl has no number as part-00000.jsonl has" in refused(noisy)
     for content in ("[" * 100_000, "[]", '{"format": 2, "env": 2}', "\udcff"):
         (noisy / "demonstrations.json").write_text(content, errors="surrogateescape")
-        assert "demonstrations.json cannot be read" in refused(noisy)
+        assert "has parts but no readable demonstrations.json" in refused(noisy)
 
 
 def test_demonstrations_of_another_format_are_refused_with_what_to_do(tmp_path: Path, tiny_model: Path) -> None:
