@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoTokenizer
 from impala_llm.config import ConfigError, num_cores, to_yaml
 from impala_llm.demonstrations import Demonstration, DemonstrationError, fingerprint, read, read_header
 from impala_llm.engines.base import ModelRefused
+from impala_llm.envs.webshop.learned_catalogues import learned_of, with_learned
 from impala_llm.imitation import Imitation
 from impala_llm.learning.attention_choice import choose_attention
 from impala_llm.learning.cautions import other_value_head, slow_precision
@@ -70,6 +71,8 @@ class Data:
     held_out: list[Trajectory]
     checksum: str
     """Checksum of both: with another one, a checkpoint is of other data."""
+    catalogues: dict[str, set[int]]
+    """Made catalogues that they are of, see `learned_catalogues`."""
 
 
 def load_data(config: Config, policy: Path, folders: Sequence[Path]) -> Data:
@@ -81,6 +84,7 @@ def load_data(config: Config, policy: Path, folders: Sequence[Path]) -> Data:
     tokenizer = fingerprint(AutoTokenizer.from_pretrained(policy))
     vocab_size = AutoConfig.from_pretrained(policy).get_text_config().vocab_size
     found: list[Demonstration] = []
+    catalogues: dict[str, set[int]] = {}
     for folder in folders:
         header = read_header(folder)
         if header.tokenizer != tokenizer:
@@ -98,6 +102,9 @@ def load_data(config: Config, policy: Path, folders: Sequence[Path]) -> Data:
                     "this model"
                 ) from None
             found.append(d)
+            if d.trajectory.score >= config.sft.min_score:
+                for kind, seeds in learned_of(header.settings, [d.source]).items():
+                    catalogues.setdefault(kind, set()).update(seeds)
     there = len(found)
     found = [d for d in found if d.trajectory.score >= config.sft.min_score]
     where = f"{'sft.data' if config.sft.data else 'demonstrations.dir'}={','.join(map(str, folders))}"
@@ -128,6 +135,7 @@ def load_data(config: Config, policy: Path, folders: Sequence[Path]) -> Data:
         [d.trajectory for d in found if d.task not in held_out],
         [d.trajectory for d in found if d.task in held_out],
         digest.hexdigest(),
+        catalogues,
     )
 
 
@@ -149,7 +157,7 @@ class WarmStart:
         sft = config.sft
         self.folder = Path(sft.dir)
         self.owner = owner
-        self.files = policy_files(policy)
+        self.files = with_learned(policy_files(policy), data.catalogues)
         self.base = base_checksum(policy) if config.model.lora.rank else None
         """Checksum of the weights that adapters are learned on; None: there are no adapters."""
         self.log = MetricLog()
