@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -166,11 +167,6 @@ def read(folder: Path) -> Iterator[Demonstration]:
     read_header(folder)
     for path in _parts(folder):
         yield from _read_part(path)
-
-
-def read_ids(folder: Path) -> set[str]:
-    """Episode ids of a folder, which may hold no demonstrations yet. Raises DemonstrationError on damaged lines."""
-    return {values["episode_id"] for path in _parts(folder) for values in _read_lines(path)[0]}
 
 
 def _read_part(path: Path) -> list[Demonstration]:
@@ -351,6 +347,8 @@ def main(argv: Sequence[str]) -> int:
     except SystemExit as stop:
         return 2 if stop.code else 0
     try:
+        if math.isnan(options.min_score) or math.isnan(options.max_score):
+            raise DemonstrationError("--min-score and --max-score: give numbers, such as 0.8")
         if options.read < 0:
             raise DemonstrationError(f"--read {options.read}: give a number of episodes, 0 or more")
         header = read_header(options.folder)
@@ -376,7 +374,8 @@ def main(argv: Sequence[str]) -> int:
             try:
                 with writing_to(f"--out {options.out}"):
                     write_header(aside, header)
-                    add_part(aside, chosen)
+                    for start in range(0, len(chosen), PART_EPISODES):
+                        add_part(aside, chosen[start : start + PART_EPISODES])
                     aside.rename(options.out)
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
