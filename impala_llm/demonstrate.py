@@ -8,15 +8,18 @@ process at a time records into a folder.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import fcntl
 import functools
 import inspect
+import io
 import json
 import os
 import random
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -27,13 +30,14 @@ from transformers import AutoTokenizer
 
 from impala_llm.config import ConfigError, plain
 from impala_llm.demonstrations import (
+    PART_EPISODES,
     Demonstration,
     Header,
     add_part,
     fingerprint,
     has_parts,
+    read,
     read_header,
-    read_ids,
     write_header,
 )
 from impala_llm.engines import make_engine
@@ -48,8 +52,9 @@ from impala_llm.rollout import ChatFormat, EpisodeAborted, EpisodeLimits, Episod
 from impala_llm.settings import Config
 from impala_llm.writable_folders import try_to_write, writing_to
 
-PART_EPISODES = 500
-"""Episodes after which what was recorded is written."""
+_KEEP_EVERY_S = 60.0
+"""Time after which what was recorded is written, where a part is not full before: a kill -9 loses no more. What a
+person played is written at each end."""
 _SEEDS = 1 << 31
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 """Signals that end the recording, beside the SIGINT that asyncio knows."""
@@ -73,7 +78,7 @@ def record(config: Config) -> Path:
     too_long = 0
     with _owned(folder):
         _begin(config, policy, folder)
-        there = read_ids(folder)
+        there = {d.trajectory.episode_id for d in read(folder)}  # whole: damage is told before anything is played
         missing = [n for n in range(settings.num_episodes) if _episode_id(config, n) not in there]
         if missing:  # a folder that has all of them may be read-only
             with writing_to(f"demonstrations.dir={folder}"):
@@ -154,12 +159,16 @@ async def _record(config: Config, policy: Path, folder: Path, numbers: Sequence[
     if settings.player == "person" and suite.system_prompt:
         print(suite.system_prompt + "\n")
     split: Split = settings.split  # type: ignore[assignment]  # checked by config.load
-    tasks = list(contract.tasks(suite, split))
+    tasks = list(contract.tasks(suite, split, "demonstrations.split"))
     random.Random(f"{config.run.seed}, {catalogue}").shuffle(tasks)
     limits = EpisodeLimits(config.engine.temperature, config.engine.max_new_tokens, config.engine.max_length)
     streams = asyncio.Semaphore(config.actor.max_episodes if settings.player == "policy" else 1)
 
     async with _players(config, policy, suite, chat) as player:
+
+        def left_out() -> None:
+            if settings.player == "person":
+                print(f"The end: more than engine.max_length={limits.max_length} tokens; it is left out.\n")
 
         async def play(number: int) -> Demonstration | None:
             task = tasks[number // settings.num_catalogues % len(tasks)]
@@ -174,13 +183,13 @@ async def _record(config: Config, policy: Path, folder: Path, numbers: Sequence[
                 try:
                     row = await play_episode(spec, session, player(session, seed), chat, limits, text)
                 except EpisodeAborted:
-                    return None
+                    return left_out()
                 except contract.EnvironmentFault:
                     raise
                 except ValueError as error:  # there is no room for even the first answer
                     raise ConfigError(str(error)) from None
             if not any(session.last[2:4]):  # neither terminated nor truncated: the next observation does not fit
-                return None
+                return left_out()
             if settings.player == "person":
                 print(f"The end: score {row.score:.2f}.\n")
             return Demonstration(row, source, tuple(text))
@@ -192,13 +201,14 @@ async def _record(config: Config, policy: Path, folder: Path, numbers: Sequence[
             tasks_under_way = [asyncio.create_task(play(number)) for number in numbers]
             episodes = asyncio.as_completed(tasks_under_way)
         try:
-            return await _keep(folder, episodes)
+            return await _keep(folder, episodes, 0.0 if settings.player == "person" else _KEEP_EVERY_S)
         finally:
             await contract.end_episodes(tasks_under_way)
 
 
-async def _keep(folder: Path, episodes: Iterable[Awaitable[Demonstration | None]]) -> int:
-    """Add episodes to the folder as they end. Returns how many did not fit."""
+async def _keep(folder: Path, episodes: Iterable[Awaitable[Demonstration | None]], every_s: float) -> int:
+    """Add episodes to the folder as they end, at least every so many seconds. Returns how many did not fit."""
+    kept_at = time.monotonic()
     found: list[Demonstration] = []
     too_long = 0
     try:
@@ -206,10 +216,10 @@ async def _keep(folder: Path, episodes: Iterable[Awaitable[Demonstration | None]
             demonstration = await episode
             too_long += demonstration is None
             found += [] if demonstration is None else [demonstration]
-            if len(found) >= PART_EPISODES:
+            if len(found) >= PART_EPISODES or (found and time.monotonic() - kept_at >= every_s):
                 with writing_to(f"demonstrations.dir={folder}"):
                     add_part(folder, found)
-                found = []
+                found, kept_at = [], time.monotonic()
             await asyncio.sleep(0)  # where nothing else waits Ctrl-C comes through here
     finally:  # Ctrl-C and faults included
         with writing_to(f"demonstrations.dir={folder}"):
@@ -235,7 +245,7 @@ async def _players(config: Config, policy: Path, suite: Suite, chat: ChatFormat)
         return
 
     def spoken(session: _Watched, seed: int) -> TokenGenerator:
-        act: Callable[[str, dict[str, Any]], str] = _asked
+        act: Callable[[str, dict[str, Any]], str] = functools.partial(_typed, chat, config.engine.max_new_tokens)
         if config.demonstrations.player == "script":
             assert isinstance(suite, Scripted)  # `_suite` has looked
             script = contract.call(f"env {suite.name}: script", lambda: suite.script(config.demonstrations.noise, seed))
@@ -288,18 +298,38 @@ class _Spoken:
         pass
 
 
-def _asked(observation: str, _info: dict[str, Any]) -> str:
-    """The action that a person types. Raises _Ended where they end the recording."""
+def _typed(chat: ChatFormat, most: int, observation: str, _info: dict[str, Any]) -> str:
+    """The action that a person types, asked for until it can be one. Raises _Ended where they end the recording.
+
+    Args:
+        most: tokens of an answer.
+    """
     print(observation.strip(), flush=True)
+    while True:
+        action = _line()
+        if contract.text_problem(action):
+            print("not UTF-8, type it again", flush=True)
+        elif (length := len(chat.answer(action)) - 1) > most:  # without the token that ends it
+            print(f"{length} tokens, and engine.max_new_tokens={most} is the most: type a shorter answer", flush=True)
+        elif action:
+            return action
+
+
+def _line() -> str:
+    """A line that a person types. Bytes that are no UTF-8 are halves of surrogate pairs in it. Raises _Ended at the end
+    of their input."""
+    if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.errors != "surrogateescape":
+        with contextlib.suppress(io.UnsupportedOperation):  # a strict reader would lose the lines after it as well
+            sys.stdin.reconfigure(errors="surrogateescape")
     # The handlers of the event loop would wait for the next await, and that for a line.
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, *_ENDINGS)}
     for number, handler in before.items():
         if handler != signal.SIG_IGN:
             signal.signal(number, _end_at_once)
     try:
-        while not (action := input("> ").strip()):
-            pass
-        return action
+        return input("> ").strip()
+    except UnicodeError:
+        return "\udcff"
     except (EOFError, KeyboardInterrupt):
         raise _Ended from None
     finally:
@@ -345,6 +375,7 @@ def _begin(config: Config, policy: Path, folder: Path) -> None:
     by_policy = config.demonstrations.player == "policy"
     if by_policy:
         settings["engine"] = {key: getattr(config.engine, key) for key in ("temperature", "max_new_tokens")}
+    settings["run"] = {"seed": config.run.seed}
     weights = base_checksum(policy) if by_policy else None
     tokenizer = AutoTokenizer.from_pretrained(policy)
     header = Header(
@@ -364,6 +395,10 @@ def _begin(config: Config, policy: Path, folder: Path) -> None:
     theirs = _by_key(before.settings)
     for key, value in _by_key(json.loads(json.dumps(header.settings))).items():
         if key in theirs and theirs[key] != value:
+            if key == "run.seed":  # its episodes have other names, so they would be added to the folder's
+                fix += (
+                    f"; others are recorded with demonstrations.dir=NEW, and sft.data=[{folder},NEW] learns from both"
+                )
             raise ConfigError(f"{where} with {key}={theirs[key]}, and not {value}: {fix}")
     if before.weights != weights:
         raise ConfigError(f"{where} of model.path={before.model} with other weights than {header.model} has: {fix}")
@@ -373,7 +408,7 @@ def _by_key(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings of a header by their keys, such as env.args.task. A mapping that is the value of one is whole: what
     it leaves out counts as well."""
     found = settings
-    for section in ("env", "demonstrations", "engine", "env.webshop", "env.args"):
+    for section in ("env", "demonstrations", "engine", "run", "env.webshop", "env.args"):
         if isinstance(inner := found.get(section), dict):
             found = found | {f"{section}.{name}": value for name, value in inner.items()}
             del found[section]

@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -37,12 +38,15 @@ from impala_llm.writable_folders import writing_to
 
 FORMAT = 2
 HEADER = "demonstrations.json"
+PART_EPISODES = 500
+"""Most episodes of a part."""
 CHECKSUM = "lines_sha256"
 """Key of the lines' checksum in the metadata of the arrays. Parts that another program has written may have none."""
 ARRAYS_CHECKSUM = "arrays_sha256"
 """Key of the arrays' own checksum there. Parts that another program has written may have none."""
 _PARTS = "part-*.jsonl"
 _PART = re.compile(r"part-([0-9]+)\.jsonl")
+_AGAIN = "copy it again, or record into demonstrations.dir=NEW"
 _DAMAGES = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """Errors that damaged JSON leads to, a TrajectoryError among them."""
 
@@ -104,6 +108,8 @@ def read_header(folder: Path) -> Header:
     path = folder / HEADER
     try:
         values = json.loads(path.read_bytes())
+        for name in ("format", *(f.name for f in dataclasses.fields(Header) if f.default is dataclasses.MISSING)):
+            _require(name in values, f"it has no {name}")
         if values.pop("format") != FORMAT:
             raise DemonstrationError(
                 f"{path} has another format than {FORMAT}: record the demonstrations again with `impala-llm "
@@ -112,7 +118,13 @@ def read_header(folder: Path) -> Header:
         for key, kind in (("model", str), ("tokenizer", str), ("vocab_size", int), ("settings", dict)):
             _require(isinstance(values[key], kind), f"{key} is {values[key]!r}: {kind.__name__} is expected")
         return Header(**values)
+    except NotADirectoryError:
+        raise DemonstrationError(
+            f"{folder} is a file: name the folder of demonstrations, such as {folder.parent}"
+        ) from None
     except FileNotFoundError:
+        if has_parts(folder):
+            raise DemonstrationError(f"{folder} has parts but no readable {HEADER} (it is missing): {_AGAIN}") from None
         raise DemonstrationError(
             f"{folder} holds no demonstrations ({HEADER} is missing): record some with `impala-llm demonstrate "
             f"demonstrations.dir={folder}`, or correct the path"
@@ -120,7 +132,10 @@ def read_header(folder: Path) -> Header:
     except _DAMAGES as error:
         if isinstance(error, DemonstrationError):
             raise
-        raise DemonstrationError(f"{path} cannot be read ({_reason(error)}): record the demonstrations again") from None
+        reason = _reason(error)
+        if has_parts(folder):
+            raise DemonstrationError(f"{folder} has parts but no readable {HEADER} ({reason}): {_AGAIN}") from None
+        raise DemonstrationError(f"{path} cannot be read ({reason}): record the demonstrations again") from None
 
 
 def add_part(folder: Path, demonstrations: Sequence[Demonstration]) -> None:
@@ -152,11 +167,6 @@ def read(folder: Path) -> Iterator[Demonstration]:
     read_header(folder)
     for path in _parts(folder):
         yield from _read_part(path)
-
-
-def read_ids(folder: Path) -> set[str]:
-    """Episode ids of a folder, which may hold no demonstrations yet. Raises DemonstrationError on damaged lines."""
-    return {values["episode_id"] for path in _parts(folder) for values in _read_lines(path)[0]}
 
 
 def _read_part(path: Path) -> list[Demonstration]:
@@ -337,6 +347,8 @@ def main(argv: Sequence[str]) -> int:
     except SystemExit as stop:
         return 2 if stop.code else 0
     try:
+        if math.isnan(options.min_score) or math.isnan(options.max_score):
+            raise DemonstrationError("--min-score and --max-score: give numbers, such as 0.8")
         if options.read < 0:
             raise DemonstrationError(f"--read {options.read}: give a number of episodes, 0 or more")
         header = read_header(options.folder)
@@ -362,7 +374,8 @@ def main(argv: Sequence[str]) -> int:
             try:
                 with writing_to(f"--out {options.out}"):
                     write_header(aside, header)
-                    add_part(aside, chosen)
+                    for start in range(0, len(chosen), PART_EPISODES):
+                        add_part(aside, chosen[start : start + PART_EPISODES])
                     aside.rename(options.out)
             finally:
                 shutil.rmtree(aside, ignore_errors=True)

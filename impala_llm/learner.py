@@ -37,6 +37,7 @@ from impala_llm.config import ConfigError, load, threads_per_process, to_yaml
 from impala_llm.engines.base import ModelRefused
 from impala_llm.envs import contract
 from impala_llm.envs.base import Suite
+from impala_llm.envs.webshop.learned_catalogues import learned_in_training, with_learned
 from impala_llm.evaluation.in_run import EvaluationRounds, InRunEvaluation
 from impala_llm.gateway.tasks import suite_of
 from impala_llm.learning.batch_source import Batch, BatchSource, Stalled, share_arrivals, share_batch
@@ -114,7 +115,7 @@ class Learner:
         self.config, self.ranks, self.stops = config, ranks, stops
         self.run_folder = Path(config.run.dir)
         self.owner = FolderOwner(self.run_folder, ranks.is_main, start.lost_owner)
-        self.files = policy_files(resolve_policy(config))
+        self.files = with_learned(policy_files(resolve_policy(config)), learned_in_training(config))
         rank = ranks.process, ranks.world_size, ranks.barrier
         self.endpoint = stack.enter_context(LearnerEndpoint(config, *rank, self.files, start.take_over, start.run_id))
         self.owner.on_taken = self.endpoint.run_dir.release  # where another has gone on, what lies here is stale

@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoTokenizer
 from impala_llm.config import ConfigError, num_cores, to_yaml
 from impala_llm.demonstrations import Demonstration, DemonstrationError, fingerprint, read, read_header
 from impala_llm.engines.base import ModelRefused
+from impala_llm.envs.webshop.learned_catalogues import learned_of, with_learned
 from impala_llm.imitation import Imitation
 from impala_llm.learning.attention_choice import choose_attention
 from impala_llm.learning.cautions import other_value_head, slow_precision
@@ -58,6 +59,10 @@ STATE = "state"
 _SAY_EVERY_S = 10.0
 
 
+class NotSaved(Exception):
+    """The disk refused the policy. The message says what is kept."""
+
+
 @dataclass(frozen=True)
 class Data:
     """Demonstrations to learn from, and to measure on."""
@@ -66,6 +71,8 @@ class Data:
     held_out: list[Trajectory]
     checksum: str
     """Checksum of both: with another one, a checkpoint is of other data."""
+    catalogues: dict[str, set[int]]
+    """Made catalogues that they are of, see `learned_catalogues`."""
 
 
 def load_data(config: Config, policy: Path, folders: Sequence[Path]) -> Data:
@@ -77,6 +84,7 @@ def load_data(config: Config, policy: Path, folders: Sequence[Path]) -> Data:
     tokenizer = fingerprint(AutoTokenizer.from_pretrained(policy))
     vocab_size = AutoConfig.from_pretrained(policy).get_text_config().vocab_size
     found: list[Demonstration] = []
+    catalogues: dict[str, set[int]] = {}
     for folder in folders:
         header = read_header(folder)
         if header.tokenizer != tokenizer:
@@ -94,13 +102,17 @@ def load_data(config: Config, policy: Path, folders: Sequence[Path]) -> Data:
                     "this model"
                 ) from None
             found.append(d)
+            if d.trajectory.score >= config.sft.min_score:
+                for kind, seeds in learned_of(header.settings, [d.source]).items():
+                    catalogues.setdefault(kind, set()).update(seeds)
     there = len(found)
     found = [d for d in found if d.trajectory.score >= config.sft.min_score]
-    where = f"sft.data={','.join(map(str, folders))}"
+    where = f"{'sft.data' if config.sft.data else 'demonstrations.dir'}={','.join(map(str, folders))}"
     if there == 0:
-        raise DemonstrationError(
-            f"{where} holds no demonstrations: record some with `impala-llm demonstrate`, or name another folder"
-        )
+        fix = "record some with `impala-llm demonstrate`, or name another folder"
+        if not config.sft.data:
+            fix = "none was recorded; play an episode to its end, or name a folder that has some with sft.data"
+        raise DemonstrationError(f"{where} holds no demonstrations: {fix}")
     if not found:
         raise DemonstrationError(
             f"{where}: none of {there} demonstrations has sft.min_score={config.sft.min_score:g}: lower it, or record "
@@ -123,6 +135,7 @@ def load_data(config: Config, policy: Path, folders: Sequence[Path]) -> Data:
         [d.trajectory for d in found if d.task not in held_out],
         [d.trajectory for d in found if d.task in held_out],
         digest.hexdigest(),
+        catalogues,
     )
 
 
@@ -144,7 +157,7 @@ class WarmStart:
         sft = config.sft
         self.folder = Path(sft.dir)
         self.owner = owner
-        self.files = policy_files(policy)
+        self.files = with_learned(policy_files(policy), data.catalogues)
         self.base = base_checksum(policy) if config.model.lora.rank else None
         """Checksum of the weights that adapters are learned on; None: there are no adapters."""
         self.log = MetricLog()
@@ -204,8 +217,10 @@ class WarmStart:
             self.measure()
         if self.told < self.update:
             self.tell()
-        self.save()
+        unsaved = self.save()
         say(f"sft: the policy is saved in {self.folder / 'policy'}: train it with model.path={self.folder / 'policy'}")
+        if unsaved:
+            say(f"sft: {unsaved}")
 
     def step(self) -> None:
         """One update, and what is due after it."""
@@ -300,6 +315,12 @@ class WarmStart:
                 raise ConfigError(
                     f"sft.dir={self.folder} holds a warm start with {differs}: name another folder, or put that back"
                 )
+        if manifest.update > self.total:
+            key = "max_updates" if self.total == self.config.sft.max_updates else "epochs"
+            raise ConfigError(
+                f"sft.{key}={getattr(self.config.sft, key)} ends after {self.total} updates, and sft.dir={self.folder} "
+                f"has learned in {manifest.update} updates already: set it to at least as many, or another sft.dir"
+            )
         # As newest ones they would count among those that are kept, and new ones be removed at once.
         for path, reason in zip(checkpoints(self.folder / STATE), passed_over, strict=False):
             say(f"sft: checkpoint {reason}: it is passed over, and stays as {set_aside(path).name}")
@@ -328,23 +349,40 @@ class WarmStart:
         if self.checkpointer.save(state):
             self.saved_at = time.monotonic()
 
-    def save(self) -> None:
+    def save(self) -> str:
         """Write the last checkpoint, and then the policy, so that whatever is wrong with that loses nothing.
 
+        Returns:
+            A sentence where the checkpoint could not be written; empty where it is on the disk.
+
         Raises:
-            OSError: the disk refuses the policy.
-            SafetensorError: the same.
+            NotSaved: the disk refuses the policy.
         """
         self.checkpointer.wait()
         self.checkpoint()
-        self.checkpointer.wait()
+        unsaved = "" if self.checkpointer.wait() else self._unsaved()
         target = self.folder / "policy"
         aside = target.with_name(f"{target.name}.new-{os.getpid()}")
         try:
             self.export.save(aside, self.files)
             replace_folder(aside, target)
+        except (OSError, SafetensorError) as error:
+            then = unsaved or "when that is mended, the same command saves it from the last checkpoint"
+            raise NotSaved(f"sft.dir={self.folder}: the policy cannot be saved: {error}: {then}") from None
         finally:
             shutil.rmtree(aside, ignore_errors=True)
+        return unsaved
+
+    def _unsaved(self) -> str:
+        """What becomes of the last update, whose checkpoint could not be written; empty where an earlier one has it."""
+        kept = newest_whole(self.folder / STATE)[0]
+        if kept is not None and kept.update == self.update:
+            return ""
+        then = "begins anew" if kept is None else f"goes on from update {kept.update}"
+        return (
+            f"update {self.update} could not be saved: the same command {then}; make room in sft.dir={self.folder} "
+            "before it"
+        )
 
 
 def warm_start(config: Config, folders: Sequence[Path]) -> Path:
@@ -352,7 +390,8 @@ def warm_start(config: Config, folders: Sequence[Path]) -> Path:
 
     Raises:
         ConfigError, DemonstrationError, CheckpointError: it cannot begin.
-        KeyboardInterrupt, SystemExit: it was told to stop, and what was learned is saved.
+        NotSaved: the disk refused the policy.
+        KeyboardInterrupt, SystemExit: it was told to stop, and what was learned is saved, or what is not was said.
     """
     policy = resolve_policy(config)
     folder = Path(config.sft.dir)
@@ -373,8 +412,8 @@ def warm_start(config: Config, folders: Sequence[Path]) -> Path:
             warm.run()
         except (KeyboardInterrupt, SystemExit):
             warm.imitation.model.zero_grad(set_to_none=True)
-            warm.save()
-            say(f"sft: interrupted; update {warm.update} is saved in {folder}, the same command goes on from there")
+            saved = f"update {warm.update} is saved in {folder}, the same command goes on from there"
+            say(f"sft: interrupted; {warm.save() or saved}")
             raise
     return folder / "policy"
 
@@ -391,10 +430,13 @@ def main(config: Config, folders: Sequence[Path]) -> int:
     except (CheckpointError, ModelRefused, OutOfMemory) as error:
         print(f"impala-llm: {error}", file=sys.stderr)
         return 2
+    except NotSaved as error:
+        print(f"impala-llm: {error}", file=sys.stderr)
+        return 4
     except (OSError, SafetensorError) as error:
         print(
-            f"impala-llm: sft.dir={config.sft.dir}: the policy cannot be saved: {error}: when that is mended, the same "
-            "command saves it from the last checkpoint",
+            f"impala-llm: sft.dir={config.sft.dir}: {error}: when that is mended, the same command goes on from the "
+            "last checkpoint",
             file=sys.stderr,
         )
         return 4

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -175,7 +176,12 @@ def test_one_process_at_a_time_records_into_a_folder(
 
 def test_catalogues_share_the_episodes_evenly(tmp_path: Path, tiny_model: Path) -> None:
     more = ["env.webshop.catalogue_seed=3", "demonstrations.num_catalogues=2", "engine.max_new_tokens=200"]
-    found = list(read(record(load(words(tmp_path, tiny_model, *SHOP, *more)))))
+    config = load(words(tmp_path, tiny_model, *SHOP, *more))
+    folder = record(config)
+    found = list(read(folder))
+    assert load_data(config, tiny_model, [folder]).catalogues == {
+        f"{config.env.webshop.catalogue}, 40 products": {3, 4}
+    }
     assert sorted(d.source for d in found) == ["webshop, catalogue 3"] * 3 + ["webshop, catalogue 4"] * 3
     assert np.mean([d.trajectory.score for d in found]) > 0.8
 
@@ -224,6 +230,76 @@ def test_a_person_plays_until_their_input_ends(
     assert [[turn.action for turn in d.text] for d in found] == [["a", "b", "c"]]
     printed = capsys.readouterr().out
     assert all(turn.observation in printed for turn in found[0].text)
+
+
+def test_a_person_is_asked_again_for_what_cannot_be_an_answer(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No UTF-8, with a strict reader or another one, and too long an answer: none costs the episode."""
+    given = b"\xff\nabcd\na\nb\n\xc3\nc\nd\n"
+    for errors in ("strict", "surrogateescape"):
+        read_end, write_end = os.pipe()
+        os.write(write_end, given)
+        os.close(write_end)
+        folder = tmp_path / errors
+        with open(read_end, encoding="utf-8", errors=errors) as stdin, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", stdin)
+            assert main(["demonstrate", *words(folder, tiny_model, "demonstrations.player=person")]) == 0
+        found = list(read(folder / "demonstrations"))
+        assert [[turn.action for turn in d.text] for d in found] == [["a", "b", "c"]]
+        printed = capsys.readouterr().out
+        assert printed.count("not UTF-8, type it again") == 2
+        assert "4 tokens, and engine.max_new_tokens=2 is the most: type a shorter answer" in printed
+
+
+def test_what_a_person_has_played_is_written_at_each_end(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill -9 later loses none of it."""
+    typed, there = iter("abcdefg"), []
+
+    def type_line(_prompt: str) -> str:
+        there.append(len(list(read(tmp_path / "demonstrations"))))
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr(builtins, "input", type_line)
+    record(load(words(tmp_path, tiny_model, "demonstrations.player=person")))
+    assert there == [0, 0, 0, 1, 1, 1, 2, 2]
+
+
+def test_an_empty_recording_is_told_by_its_own_key(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open(os.devnull) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        given = words(tmp_path, tiny_model, "demonstrations.player=person", f"sft.dir={tmp_path / 'sft'}")
+        assert main(["sft", *given]) == 2
+    said = capsys.readouterr().err
+    assert f"demonstrations.dir={tmp_path / 'demonstrations'} holds no demonstrations: none was recorded" in said
+    assert "sft.data=" not in said
+
+
+def test_damaged_arrays_are_told_before_anything_is_played(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = record(load(words(tmp_path, tiny_model)))
+    (folder / "part-00000.safetensors").write_bytes(b"damaged")
+    played: list[int] = []
+    before_each_episode(monkeypatch, played.append)
+    with pytest.raises(DemonstrationError, match="missing or damaged"):
+        record(load(words(tmp_path, tiny_model, "demonstrations.num_episodes=9")))
+    assert not played
+
+
+def test_another_seed_does_not_make_a_folder_grow(tmp_path: Path, tiny_model: Path) -> None:
+    folder = record(load(words(tmp_path, tiny_model)))
+    fix = rf"run.seed=0, and not 1: .*demonstrations.dir=NEW, and sft.data=\[{folder},NEW\] learns from both"
+    with pytest.raises(ConfigError, match=fix):
+        record(load(words(tmp_path, tiny_model, "run.seed=1")))
+    assert len(list(read(folder))) == 6
 
 
 def test_an_agent_is_refused_and_not_passed_over(
@@ -323,6 +399,13 @@ def test_they_are_shown_and_filtered_by_score(noisy: Path, tmp_path: Path, capsy
     assert all((a.trajectory.block == b.trajectory.block).all() for a, b in zip(kept, good, strict=True))
 
 
+def test_parts_that_are_filtered_have_as_many_episodes_as_documented(noisy: Path, tmp_path: Path) -> None:
+    found = list(read(noisy)) * 17
+    many = copied(noisy, tmp_path / "many", *found)
+    assert main(["demonstrations", str(many), "--out", str(tmp_path / "out")]) == 0
+    assert [part.read_text().count("\n") for part in sorted((tmp_path / "out").glob("*.jsonl"))] == [500, 10]
+
+
 def test_what_cannot_be_read_is_refused_in_a_sentence(
     noisy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -334,6 +417,8 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(
     assert "widen --min-score" in refusal(noisy, "--min-score", "1", "--max-score", "0")
     write_header(tmp_path / "begun", read_header(noisy))
     assert f"{tmp_path / 'begun'} has no recorded episode: record some" in refusal(tmp_path / "begun")
+    assert "give numbers" in refusal(noisy, "--min-score", "nan")
+    assert f"name the folder of demonstrations, such as {noisy}" in refusal(noisy / "part-00000.jsonl")
     assert "--read -1: " in refusal(noisy, "--read", "-1")
     (tmp_path / "there").mkdir()
     assert "exists: name a new folder" in refusal(noisy, "--out", tmp_path / "there")
@@ -345,7 +430,27 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(
     (noisy / "part-00000.safetensors").write_bytes(b"damaged")
     assert "part-00000.safetensors is missing or damaged" in refusal(noisy)
     (noisy / "demonstrations.json").write_text("{")
-    assert "demonstrations.json cannot be read" in refusal(noisy)
+    assert "has parts but no readable demonstrations.json (JSONDecodeError" in refusal(noisy)
+
+
+def test_a_folder_whose_header_is_lost_or_damaged_is_not_told_to_record_into_it(
+    noisy: Path, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header = noisy / "demonstrations.json"
+    values = json.loads(header.read_text())
+    header.unlink()
+    fix = "copy it again, or record into demonstrations.dir=NEW"
+    for command in (["demonstrations", str(noisy)], ["demonstrate", *words(tmp_path, tiny_model)]):
+        assert main(command) == 2
+        said = capsys.readouterr().err
+        assert f"{noisy} has parts but no readable demonstrations.json (it is missing): {fix}" in said
+    for key in ("player", "tokenizer", "format"):
+        header.write_text(json.dumps({name: value for name, value in values.items() if name != key}))
+        assert f"no readable demonstrations.json (it has no {key}): {fix}" in refused(noisy)
+    header.write_text(json.dumps({"format": 2}))
+    (begun := tmp_path / "begun").mkdir()
+    shutil.copy(header, begun)
+    assert "demonstrations.json cannot be read (it has no env): record the demonstrations again" in refused(begun)
 
 
 def copied(folder: Path, target: Path, *found: Demonstration) -> Path:
@@ -455,7 +560,7 @@ def test_other_damage_is_named(noisy: Path, tmp_path: Path, tiny_model: Path) ->
     assert "part-x.jsonl has no number as part-00000.jsonl has" in refused(noisy)
     for content in ("[" * 100_000, "[]", '{"format": 2, "env": 2}', "\udcff"):
         (noisy / "demonstrations.json").write_text(content, errors="surrogateescape")
-        assert "demonstrations.json cannot be read" in refused(noisy)
+        assert "has parts but no readable demonstrations.json" in refused(noisy)
 
 
 def test_demonstrations_of_another_format_are_refused_with_what_to_do(tmp_path: Path, tiny_model: Path) -> None:

@@ -6,8 +6,11 @@ import pytest
 
 from impala_llm.commands.preflight import unfit_policy
 from impala_llm.config import load, to_yaml
+from impala_llm.envs.webshop.learned_catalogues import learned_of, with_learned
 from impala_llm.envs.webshop.nouns import installed_nouns
 from impala_llm.evaluate import evaluate_policies
+from impala_llm.learning.model_files import policy_files
+from impala_llm.settings import model_directory
 
 DATA = Path(__file__).parent / "fixtures" / "webshop" / "data"
 
@@ -92,6 +95,29 @@ def test_tasks_of_the_shop_that_a_policy_has_learned_from_are_named(
     usual = ["env=webshop", "env.webshop.catalogue=hard", "model=pretrained", f"model.path={policy}"]
     found = unfit_policy(load([*usual, *words]))
     assert found is None if said is None else said in str(found)
+
+
+def test_catalogues_that_a_policy_was_shown_are_named_whatever_its_settings_were(tmp_path: Path) -> None:
+    """Its own start's among them: settings name the last training alone."""
+    shop = ("env=webshop", "env.webshop.catalogue=hard", "env.webshop.observation_mode=compact")
+    said = "has learned from catalogue 1000, which evaluation.unseen_seed=1000 plays as an unseen one"
+    assert said in str(unfit_policy(load([*shop, "evaluation.unseen_seed=1000"])))
+    assert unfit_policy(load([*shop, "evaluation.unseen_seed=1100"])) is None
+    assert unfit_policy(load([*shop, "evaluation.unseen_seed=1000", "env.webshop.num_products=40"])) is None
+
+    start = model_directory("tiny_shopper")
+    assert start is not None
+    recording = {"env": {"webshop": {"catalogue": "hard", "num_products": 1000}}}
+    learned = learned_of(recording, ["webshop, catalogue 7", "webshop, catalogue 8", "corridor"])
+    policy = tmp_path / "sft" / "policy"
+    policy.mkdir(parents=True)
+    for name, content in with_learned(policy_files(start), learned).items():
+        (policy / name).write_bytes(content)
+    (policy.parent / "config.yaml").write_text(to_yaml(load(["env=webshop"])))
+    usual = [*shop, "model=pretrained", f"model.path={policy}"]
+    for seed, is_learned in ((7, True), (8, True), (1099, True), (9, False)):
+        found = unfit_policy(load([*usual, f"evaluation.unseen_seed={seed}"]))
+        assert (f"has learned from catalogue {seed}, " in str(found)) == is_learned
 
 
 def test_who_tagged_the_nouns_of_files_is_named(tmp_path: Path) -> None:

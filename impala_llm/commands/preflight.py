@@ -26,6 +26,8 @@ from impala_llm.checks.known_models import vocab_size
 from impala_llm.config import ConfigError, to_yaml
 from impala_llm.engines.sglang.launch_args import BadServerSettings, check_positions, check_python, find_python
 from impala_llm.envs.webshop.hard_catalogue import check_limits
+from impala_llm.envs.webshop.learned_catalogues import FILE as LEARNED_CATALOGUES
+from impala_llm.envs.webshop.learned_catalogues import kind_of, seeds_of
 from impala_llm.gpus import visible_gpus
 from impala_llm.hosts import TcpEndpoint, check_connect, rank_endpoint, resolve
 from impala_llm.learning.checkpoints.files import checkpoints
@@ -104,6 +106,8 @@ def unfit_policy(config: Config) -> str | None:
     if found := _starting_policy(config):
         return found[0]
     directory = model_directory(path)
+    if directory is not None and config.plays_shop and (found_seed := _learned_catalogue(config, directory)):
+        return found_seed
     with contextlib.suppress(OSError, yaml.YAMLError, KeyError, TypeError, AttributeError):
         trained = None if directory is None else yaml.safe_load((directory.parent / "config.yaml").read_text())
         agent = {} if trained is None else trained.get("agent") or {}
@@ -120,9 +124,29 @@ def unfit_policy(config: Config) -> str | None:
     return None
 
 
+def _learned_catalogue(config: Config, directory: Path) -> str | None:
+    """`unfit_policy` by what stands beside the policy."""
+    shop, unseen = config.env.webshop, config.evaluation.unseen_seed
+    if unseen is None or (unseen == shop.catalogue_seed and shop.items is None):
+        return None
+    with contextlib.suppress(OSError):
+        learned = seeds_of((directory / LEARNED_CATALOGUES).read_bytes(), kind_of(vars(shop)))
+        return _not_unseen(config) if unseen in learned else None
+    return None
+
+
+def _not_unseen(config: Config) -> str:
+    unseen = config.evaluation.unseen_seed
+    return (
+        f"model.path={config.model.path} has learned from catalogue {unseen}, which evaluation.unseen_seed={unseen} "
+        "plays as an unseen one: set another seed, or evaluation.unseen_seed=null"
+    )
+
+
 def _unfit_shopper(config: Config, trained: dict[str, Any]) -> str | None:
-    """`unfit_policy` of a policy that was trained in the shop. Made catalogues of another size or seed have other
-    products, and the splits of a hard one share none; the goals of files, or of an easy one, are dealt anew.
+    """`unfit_policy` of a policy that was trained in the shop. Made catalogues of the same size and another seed have
+    other products; those of another size share asins at most, of other products. The splits of a hard one share none;
+    the goals of files, or of an easy one, are dealt anew.
 
     Args:
         trained: the settings of its training.
@@ -133,10 +157,7 @@ def _unfit_shopper(config: Config, trained: dict[str, Any]) -> str | None:
     first = before["catalogue_seed"]
     learned = range(first, first + number) if before["items"] is None and is_alike else ()
     if unseen in learned and (unseen != shop.catalogue_seed or shop.items is not None):
-        return (
-            f"model.path={path} has learned from catalogue {unseen}, which evaluation.unseen_seed={unseen} plays as an "
-            "unseen one: set another seed, or evaluation.unseen_seed=null"
-        )
+        return _not_unseen(config)
     keys: tuple[str, ...] = ()
     if shop.items is not None and before["items"] is not None:
         keys = ("items", "num_products", "goals")

@@ -37,16 +37,24 @@ class EnvironmentFault(ValueError):
     """An environment raised, or returned what it must not. The message names the call, the value, what is expected."""
 
 
-def tasks(suite: Suite, split: Split) -> Sequence[int]:
-    """The task ids of a split: at least one."""
+def tasks(suite: Suite, split: Split, asked_by: str = "evaluation.split") -> Sequence[int]:
+    """The task ids of a split: at least one.
+
+    Args:
+        asked_by: key of the setting that names the split, for messages.
+
+    Raises:
+        EnvironmentFault: it has none, or they are not what base.py asks for.
+    """
     what = f"env {suite.name}: tasks({split!r})"
     given = call(what, lambda: suite.tasks(split))
     if isinstance(given, Sequence) and call(what, lambda: len(given)) > _MOST_TASKS:
         raise EnvironmentFault(f"{what} returned {_shown(given)}: at most {_MOST_TASKS} tasks are expected")
     found: list[int] = call(what, lambda: list(given))
     if not found:
-        other = "" if split == "train" else ", or choose another (evaluation.split)"
-        raise EnvironmentFault(f"{what} returned {_shown(given)}: at least one task is expected; give it one{other}")
+        other = f", or choose another ({asked_by})" if split != "train" or asked_by != "evaluation.split" else ""
+        more = "raise env.webshop.num_products" if suite.name == "webshop" else "give it one"
+        raise EnvironmentFault(f"{what} returned {_shown(given)}: at least one task is expected; {more}{other}")
     if not all(isinstance(task, int | np.integer) for task in found):
         raise EnvironmentFault(f"{what} returned {_shown(found)}: a sequence of task ids (int) is expected")
     if min(found) < 0 or max(found) >= 2**63:
@@ -58,8 +66,14 @@ def tasks(suite: Suite, split: Split) -> Sequence[int]:
 
 def warn_of_shared_tasks(suite: Suite, split: Split) -> None:
     """Say it where a split shares tasks with training, so that its scores are not of unseen ones."""
-    shared = set(tasks(suite, split)) & set(tasks(suite, "train"))
-    if shared and split != "train":
+    if split == "train":
+        return
+    shared = set(tasks(suite, split))
+    try:
+        shared &= set(tasks(suite, "train"))
+    except EnvironmentFault:  # it is not played here, and what is not there shares nothing
+        return
+    if shared:
         _warnings.log(
             "SPLITS SHARE TASKS",
             f"env {suite.name} has {len(shared)} tasks of the split {split!r} in 'train' too, such as {min(shared)}: "

@@ -147,6 +147,32 @@ def test_a_split_that_shares_tasks_with_training_is_named(caplog: pytest.LogCapt
     assert "env splits has 2 tasks of the split 'validation' in 'train' too, such as 8" in caplog.text
 
 
+def test_an_evaluation_does_not_fail_over_a_split_that_it_does_not_play(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Splits):
+        def tasks(self, split: str) -> range:
+            if split == "train":
+                raise KeyError("no file")
+            return range(3)
+
+    class Empty(Splits):
+        def tasks(self, split: str) -> range:
+            return range(0 if split == "train" else 3)
+
+    for suite in (Failing(), Empty()):
+        contract.warn_of_shared_tasks(suite, "test")  # type: ignore[arg-type]
+    assert caplog.text == ""
+
+
+def test_an_empty_split_is_told_with_the_settings_that_can_mend_it() -> None:
+    suite = Tasks([])
+    with pytest.raises(EnvironmentFault, match=r"give it one, or choose another \(evaluation.split\)"):
+        contract.tasks(suite, "test")  # type: ignore[arg-type]
+    suite.name = "webshop"
+    said = r"raise env.webshop.num_products, or choose another \(demonstrations.split\)"
+    with pytest.raises(EnvironmentFault, match=said):
+        contract.tasks(suite, "train", "demonstrations.split")  # type: ignore[arg-type]
+
+
 class Tasks:
     name = "maze"
 
