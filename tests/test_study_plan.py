@@ -14,6 +14,7 @@ import pytest
 from impala_llm.config import load
 from tools import _study_contrasts as contrasts
 from tools import _study_grid as grid
+from tools import _study_kept as keeping
 from tools import _study_lab as lab
 from tools import _study_plan as plan
 from tools import _study_report as reporting
@@ -57,6 +58,20 @@ def test_the_p_value_of_many_pairs_is_small_where_they_differ_and_even_where_the
     assert stats.paired_p_value((0.5 + generator.normal(0, 0.3, 30)).tolist()) < 0.001
     found = np.array([stats.paired_p_value(generator.normal(0, 1, 20).tolist()) for _ in range(60)])
     assert 0.3 < found.mean() < 0.7 and (found < 0.05).mean() < 0.15
+
+
+def test_the_p_value_of_thirty_pairs_counts_all_patterns_and_the_ties_that_six_digits_hide() -> None:
+    differences = np.random.default_rng(4).integers(-60, 90, 30) / 1500
+    patterns = {0: 1}  # number of patterns of signs by their sum
+    for value in np.round(differences * 1500).astype(int).tolist():
+        sums = [(found + sign * value, number) for found, number in patterns.items() for sign in (1, -1)]
+        patterns = {}
+        for found, number in sums:
+            patterns[found] = patterns.get(found, 0) + number
+    observed = abs(round(float(differences.sum()) * 1500))
+    expected = sum(number for found, number in patterns.items() if abs(found) >= observed) / 2**30
+    assert 0 < expected < 1 and stats.paired_p_value(differences.tolist()) == expected
+    assert stats.paired_p_value(np.round(differences, 6).tolist()) == expected
 
 
 def test_holm_is_its_worked_example() -> None:
@@ -182,8 +197,22 @@ def test_the_reports_of_the_second_study_come_out_of_its_data(tmp_path: Path) ->
     of_shop = study.report_of_second("shop", finished(shop.shop(range(2), finished)), tmp_path)
     assert "| PPO clip less no correction | 64 | 2 |" in of_shop and (tmp_path / "shop-time.svg").exists()
     assert "| 50 % [50, 50] | 50 % [50, 50] |" in tables, "what the run began with is 0 here"
+    assert "| no correction, 1e-4 | 16 | 2 | 100 % [100, 100] | 100.0 ± 0.0 % |" in of_shop
+    assert of_shop.count("| PPO clip less no correction | 64 |") == 2, "with Student's intervals as well"
     assert len((tmp_path / "main.jsonl").read_text().splitlines()) == len(runs)
     assert (tmp_path / "main.svg").read_text().startswith("<?xml")
+
+
+def test_what_delay_alone_leaves_is_the_score_of_so_many_updates_before() -> None:
+    """Of a score that rises by 0.01 an update, the last five evaluations are of 60 to 100 updates; 20 earlier it had
+    0.2 less."""
+    [settings, *_] = (run for run in plan.rates([0]) if plan.rate_of(vars(run)) == 1e-3)
+    runs = []
+    for lag, slope in ((0, 0.01), (20, 0.005)):
+        runs.append(result_of(replace(settings, lag=lag), 0.0))
+        runs[-1]["curve"] = [{"update": u, "sampled": slope * u} for u in range(0, 101, 10)]
+    [row] = keeping.of_best_table(runs).splitlines()[2:]
+    assert row.endswith("| 0.400 | 0.001 | 50 % | 50 % | 0.600 | 67 % |")
 
 
 def test_no_run_begins_when_time_is_up_and_the_same_call_goes_on(

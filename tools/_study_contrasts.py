@@ -4,8 +4,10 @@ Invariant: as in _study_report.py nothing is chosen here after the fact: which m
 the family of tests is corrected stands in docs/results/study_plan.md.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -163,10 +165,14 @@ def contrast_table(
             intervals = (with_interval(differences, stats.mean), with_interval(differences))
             rows.append([*label, *intervals, with_interval(greedy, stats.mean)])
     for row, p, corrected in zip(rows, p_values, stats.holm(p_values), strict=True):
-        row += [f"{p:.4f}", f"{corrected:.4f}"]
+        row += [p_word(p), p_word(corrected)]
     return reporting.table(
         ["contrast", "lag", "pairs", "mean", "interquartile mean", "greedy, mean", "p", "p, Holm"], rows
     )
+
+
+def p_word(p: float) -> str:
+    return f"{p:.4f}" if p >= 0.00005 else "< 0.0001"
 
 
 def replay_table(results: Sequence[Result]) -> str:
@@ -223,24 +229,81 @@ def score_by(run: Result, seconds: float) -> float:
     return float(np.interp(moments, times, [point["sampled"] for point in run["curve"]]).mean())
 
 
-def plot_by_lag(results: Sequence[Result], path: Path) -> None:
+def labels_with_rate(results: Sequence[Result]) -> dict[str, str]:
+    """Of each method its name with its learning rate, where it has one rate above lag 0 and does not name it."""
+    labels = {}
+    for (method,), runs in reporting.group_by(results, "method").items():
+        rates = {plan.rate_of(run["settings"]) for run in runs if run["settings"]["lag"]}
+        has_rate = len(rates) == 1 and not re.search(r"e-\d$", method)
+        labels[method] = f"{method}, {reporting.power(rates.pop())}" if has_rate else method
+    return labels
+
+
+def plot_by_lag(results: Sequence[Result], path: Path, limits: tuple[float, float] = (0.0, 1.0)) -> None:
     """Final score over the lag, a line for each method with its interval as a band; of several rates at a lag the one
-    that all lags have."""
+    that all lags have.
+
+    Args:
+        limits: of the score; what lies outside is cut off.
+    """
     lags = sorted({result["settings"]["lag"] for result in results})
-    figure, axis = reporting.pyplot().subplots(figsize=(7, 4.2), constrained_layout=True)
+    labels = labels_with_rate(results)
+    figure, axis = reporting.pyplot().subplots(figsize=(8.4, 4.4), constrained_layout=True)
     for number, ((method,), runs) in enumerate(reporting.group_by(results, "method").items()):
         of_task = max(reporting.group_by(runs, "task").values(), key=len)
         by_lag = {lag: found for (lag,), found in reporting.group_by(of_task, "lag").items()}
         indices = [index for index, lag in enumerate(lags) if lag in by_lag]
-        scores = [np.array(list(scores_by_seed(by_lag[lags[index]]).values())) for index in indices]
-        means = [float(stats.interquartile_mean(found)) for found in scores]
-        edges = np.array([stats.bootstrap_interval(found) for found in scores])
-        axis.plot(indices, means, marker="o", markersize=3, label=method, color=f"C{number}", linewidth=1.4)
-        axis.fill_between(indices, edges[:, 0], edges[:, 1], color=f"C{number}", alpha=0.15, linewidth=0)
+        means, edges = _middles_and_edges([by_lag[lags[index]] for index in indices])
+        style = reporting.style(number)
+        axis.plot(indices, means, marker=reporting.marker(number), markersize=4, label=labels[method], **style)
+        axis.fill_between(indices, edges[:, 0], edges[:, 1], color=style["color"], alpha=0.12, linewidth=0)
     axis.set_xticks(range(len(lags)), [str(lag) for lag in lags])
     axis.set_xlabel("versions between playing and training")
+    axis.set_ylim(*limits)
+    _finish(figure, axis, path, f"{BAND}; below {limits[0]:g} cut off" if limits[0] else BAND)
+
+
+BAND = "interquartile mean over seeds; band: its 95 % bootstrap interval"
+
+
+def plot_side_by_side(
+    results: Sequence[Result], path: Path, split: Callable[[str], tuple[str, str]], limits: tuple[float, float]
+) -> None:
+    """Final score of each method, as points with their intervals.
+
+    Args:
+        split: of a method's name, the tick of the axis at which it stands, and what has a colour.
+        limits: of the score.
+    """
+    groups = {split(method): runs for (method,), runs in reporting.group_by(results, "method").items()}
+    ticks = list(dict.fromkeys(tick for tick, _ in groups))
+    kinds = list(dict.fromkeys(kind for _, kind in groups))
+    figure, axis = reporting.pyplot().subplots(figsize=(7, 4), constrained_layout=True)
+    for number, kind in enumerate(kinds):
+        chosen = {tick: runs for (tick, of), runs in groups.items() if of == kind}
+        middles, edges = _middles_and_edges(list(chosen.values()))
+        errors = np.abs(edges - np.array(middles)[:, None]).T
+        places = [ticks.index(tick) + 0.16 * (number - (len(kinds) - 1) / 2) for tick in chosen]
+        axis.errorbar(
+            places, middles, errors, fmt=reporting.marker(number), capsize=4, color=f"C{number}", label=kind or None
+        )
+    axis.set_xticks(range(len(ticks)), ticks)
+    axis.set_xlim(-0.5, len(ticks) - 0.5)
+    axis.set_ylim(*limits)
+    _finish(figure, axis, path, BAND.replace("band", "bar"))
+
+
+def _middles_and_edges(groups: Sequence[Sequence[Result]]) -> tuple[list[float], np.ndarray]:
+    """Interquartile mean of each group of runs, and its interval."""
+    scores = [np.array(list(scores_by_seed(runs).values())) for runs in groups]
+    edges = np.array([stats.bootstrap_interval(found) for found in scores])
+    return [float(stats.interquartile_mean(found)) for found in scores], edges
+
+
+def _finish(figure: Any, axis: Any, path: Path, title: str) -> None:
     axis.set_ylabel("score at the end, sampled")
-    axis.set_ylim(0, 1)
+    axis.set_title(title, fontsize=8)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=7)
+    if axis.get_legend_handles_labels()[1]:
+        axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
     reporting.save_figure(figure, path)

@@ -39,6 +39,20 @@ def pyplot() -> Any:
     return plt
 
 
+def style(number: int) -> dict[str, Any]:
+    """Colour and kind of line of the so-manieth method: seven colours, solid, then dashed, then dotted."""
+    return {"color": f"C{number % 7}", "linestyle": ("-", "--", ":")[number // 7 % 3], "linewidth": 1.4}
+
+
+def marker(number: int) -> str:
+    return "osD^vPX"[number % 7]
+
+
+def power(rate: float) -> str:
+    """0.0003 as 3e-4."""
+    return f"{rate:.0e}".replace("e-0", "e-")
+
+
 def final_score(result: Result, which: str = "sampled") -> float:
     return float(np.mean([point[which] for point in result["curve"][-LAST:]]))
 
@@ -158,28 +172,46 @@ def area(result: Result) -> float:
     return float(np.sum((scores[1:] + scores[:-1]) * np.diff(episodes)) / 2 / episodes[-1])
 
 
-def plot_curves(results: Sequence[Result], panel_keys: Sequence[str], x: str, path: Path) -> None:
-    """Sampled score over `x` of each method: the mean of its seeds (and of their `x`), the range of them as a band."""
+def plot_curves(
+    results: Sequence[Result],
+    panel_keys: Sequence[str],
+    x: str,
+    path: Path,
+    limits: tuple[float, float] = (0.0, 1.0),
+    labels: dict[str, str] | None = None,
+) -> None:
+    """Sampled score over `x` of each method: the mean of its seeds (and of their `x`), the range of them as a band.
+
+    Args:
+        limits: of the score; what lies outside is cut off.
+        labels: of methods; None: their names.
+    """
     panels = group_by(results, *panel_keys)
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure, axes = pyplot().subplots(
         rows, columns, figsize=(4.4 * columns, 3.3 * rows), sharey=True, squeeze=False, constrained_layout=True
     )
-    methods = list(group_by(results, "method"))
-    colours = {method: f"C{number}" for number, (method,) in enumerate(methods)}
+    styles = {method: style(number) for number, (method,) in enumerate(group_by(results, "method"))}
+    handles = {}
     for axis, (key, chosen) in zip(axes.flat, panels.items(), strict=False):
         for (method,), runs in group_by(chosen, "method").items():
             xs = np.mean([[point[x] for point in run["curve"]] for run in runs], axis=0)
             ys = np.array([[point["sampled"] for point in run["curve"]] for run in runs])
-            axis.plot(xs, ys.mean(axis=0), label=method, color=colours[method], linewidth=1.4)
-            axis.fill_between(xs, ys.min(axis=0), ys.max(axis=0), color=colours[method], alpha=0.15, linewidth=0)
+            [handles[method]] = axis.plot(xs, ys.mean(axis=0), **styles[method])
+            colour = styles[method]["color"]
+            axis.fill_between(xs, ys.min(axis=0), ys.max(axis=0), color=colour, alpha=0.12, linewidth=0)
         axis.set_title("\n".join(f"{name} {value}" for name, value in zip(panel_keys, key, strict=True)), fontsize=9)
         axis.set_xlabel(x)
-        axis.set_ylim(0, 1)
+        axis.set_ylim(*limits)
         axis.grid(alpha=0.3)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
     axes[0][0].set_ylabel("score on held-out tasks, sampled")
-    axes[0][0].legend(fontsize=7)
+    cut = f"; below {limits[0]:g} cut off" if limits[0] else ""
+    figure.suptitle(f"line: mean of the seeds; band: their range{cut}", fontsize=9)
+    names = [(labels or {}).get(method, method) for method in styles]
+    figure.legend([handles[method] for method in styles], names, loc="outside right upper", fontsize=8)
     save_figure(figure, path)
 
 

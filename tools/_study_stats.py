@@ -3,7 +3,7 @@
 As Agarwal et al., "Deep Reinforcement Learning at the Edge of the Statistical Precipice" (2021), recommend, and as the
 package rliable computes them for one task. A row is a run; where runs are paired, the same row is the same seed.
 
-Invariant: the same data give the same numbers: every draw has a fixed seed.
+Invariant: the same data give the same numbers: every draw has a fixed seed, and tests draw nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,9 @@ import numpy as np
 Statistic = Callable[[np.ndarray], np.ndarray]
 """A function that reduces the last axis."""
 RESAMPLES = 10_000
-"""Bootstrap samples, or random signs of a test where there are too many to try all."""
-LARGEST_EXACT = 13
-"""Number of pairs up to which all 2^n signs are tried."""
+"""Bootstrap samples."""
+TIE = 1e-6
+"""Means of differences that are as near as this are equal: data are kept with six digits."""
 
 
 def interquartile_mean(values: np.ndarray) -> np.ndarray:
@@ -67,23 +67,28 @@ def kept_share(pairs: np.ndarray) -> np.ndarray:
 
 
 def paired_p_value(differences: Sequence[float]) -> float:
-    """Two-sided p of the hypothesis that paired differences are symmetric about 0: by their signs, exact where they are
-    few.
+    """Two-sided p of the hypothesis that paired differences are symmetric about 0: the share of all 2^n patterns of
+    their signs whose mean is as far from 0 as the one found.
 
     The statistic is their mean (Fisher's test for pairs): an interquartile mean would leave out the very signs that
-    speak against the hypothesis. With random signs the observed ones count as a draw.
+    speak against the hypothesis. Exact for any number of pairs that a study has: each sum of signed differences is one
+    of the first half plus one of the second, so that 2^(n/2) sums are looked up among as many others.
     """
     values = np.asarray(differences, float)
     n = len(values)
-    is_exact = n <= LARGEST_EXACT
-    if is_exact:
-        signs = 1.0 - 2.0 * ((np.arange(2**n)[:, None] >> np.arange(n)) & 1)
-    else:
-        signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(RESAMPLES, n))
-    found = np.abs((signs * values).mean(axis=-1))
-    # Ties are counted in, within rounding.
-    number = int(np.sum(found >= abs(values.mean()) - 1e-12))
-    return number / len(signs) if is_exact else (number + 1) / (len(signs) + 1)
+    first, second = _signed_sums(values[: n // 2]), np.sort(_signed_sums(values[n // 2 :]))
+    limit = abs(values.sum()) - TIE * n  # ties are counted in
+    below = np.searchsorted(second, -limit - first, side="right")
+    above = len(second) - np.searchsorted(second, limit - first, side="left")
+    return 1.0 if limit <= 0 else int((below + above).sum()) / 2**n
+
+
+def _signed_sums(values: np.ndarray) -> np.ndarray:
+    """The 2^n sums of n values with each pattern of signs."""
+    sums = np.zeros(1)
+    for value in values:
+        sums = np.concatenate([sums + value, sums - value])
+    return sums
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -291,13 +291,15 @@ def paired(results: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str, str],
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """A row for each arm: means over seeds."""
-    header = ["task", "environment", "arm", "seeds", "updates", "age", "learner idle", "test score", "success"]
+    header = ["task", "environment", "arm", "seeds", "updates", "age", "learner waits", "actor waits", "test score",
+              "success"]  # fmt: skip
     rows = []
     for (task, speed, arm), runs in reporting.group_by(results, "task", "speed", "arm").items():
         rows.append([
             task, speed, arm, str(len(runs)), f"{np.mean([r['updates'] for r in runs]):.0f}",
             f"{np.mean([r['staleness'] for r in runs]):.1f}", f"{np.mean([r['learner_idle'] for r in runs]):.0%}",
-            reporting.with_interval([r["score"] for r in runs]), f"{np.mean([r['success'] for r in runs]):.1%}",
+            f"{np.mean([r['actor_idle'] for r in runs]):.0%}", reporting.with_interval([r["score"] for r in runs]),
+            f"{np.mean([r['success'] for r in runs]):.1%}",
         ])  # fmt: skip
     return reporting.table(header, rows)
 
@@ -379,43 +381,48 @@ def speed_table(results: Sequence[dict[str, Any]], column: int = SCORE) -> str:
     rows = []
     for (task, speed, arm, other), pairs in paired(results).items():
         start = float(np.mean([theirs["curve"][0][column] for _, theirs in pairs]))
-        times = []
+        times, levels = [], []
         for ours, theirs in pairs:
             if (gain := end_of(theirs, column) - start) >= SMALLEST_GAIN:
                 level = start + GAIN * gain
                 before, own = (seconds_to(level, running_means(run, column)) for run in (theirs, ours))
                 if before < math.inf:
                     times.append([before, own])
+                    levels.append(level)
         ratios = [before / own for before, own in times]
         rows.append([
             task, speed, arm, other, f"{len(times)} of {len(pairs)}",
             *(
                 [
+                    f"{np.median(levels):.3f} ({min(levels):.3f} to {max(levels):.3f})",
                     *(f"{np.median(each):.0f} s" for each in zip(*times, strict=True)),
-                    f"{np.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})",
+                    f"{np.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
                     str(sum(own == math.inf for _, own in times)),
                 ]
                 if times
-                else ["", "", "", ""]
+                else ["", "", "", "", ""]
             ),
         ])  # fmt: skip
-    header = ["task", "environment", "arm", "compared with", "has learned", "which takes", "this takes",
-              "ratio: median (all seeds)", "never"]  # fmt: skip
+    header = ["task", "environment", "arm", "compared with", "has learned", "level", "which takes",
+              "this takes", "ratio: median (all seeds)", "never"]  # fmt: skip
     return reporting.table(header, rows)
 
 
 def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Score of the training episodes by minutes: a panel for each environment, a colour for each arm, a line a run."""
+    """Score of the training episodes by minutes: a panel for each environment, a colour for each arm, a line a run; one
+    scale for all."""
     panels = reporting.group_by(results, "task", "speed")
-    figure, axes = reporting.pyplot().subplots(1, len(panels), figsize=(4.2 * len(panels), 3.5), squeeze=False)
+    size = (4.2 * len(panels), 3.5)
+    figure, axes = reporting.pyplot().subplots(1, len(panels), figsize=size, squeeze=False, sharey=True)
     for axis, ((task, speed), runs) in zip(axes[0], panels.items(), strict=True):
         for colour, ((arm,), of_arm) in enumerate(reporting.group_by(runs, "arm").items()):
             for number, run in enumerate(of_arm):
                 seconds, scores = zip(*by_policy(run, SCORE), strict=True)
-                name = "" if number else arm
+                name = "" if number else re.sub(r"^η = \d", r"asynchronous (\g<0>)", arm)
                 axis.plot([at / 60 for at in seconds], scores, color=f"C{colour}", alpha=0.7, linewidth=1.2, label=name)
         axis.set_title(f"{task}, {speed} environment", fontsize=10)
         axis.set_xlabel("minutes of training when the policy was published")
+        axis.set_ylim(0, 1.02)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     axes[0][0].set_ylabel("score of the training episodes")
@@ -474,6 +481,7 @@ def main() -> int:
     found = [results[run] for run in planned(list(TASKS)) if run in results]
     if found:
         reporting.write_lines(data, found)
+        found = [json.loads(line) for line in data.read_text().splitlines()]  # as they were written: six digits
         plot(found, arguments.out / "curves.svg")
         tables = [table(found), gain_table(found), speed_table(found), speed_table(found, SUCCESS)]
         print("\n" + "\n\n".join(tables))

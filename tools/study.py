@@ -49,6 +49,10 @@ SEEDS = {"a": 5, "b": 3, "c": 5, "d": 3, "e": 5, **plan.SEEDS}
 """Number of seeds of each part."""
 DATA = {"a": "lag", "b": "trace", "c": "replay", "d": "variants", "e": "critic", **{part: part for part in plan.SEEDS}}
 """Name of the data and plots of each part."""
+SHOP_SCORES = (0.45, 0.87)
+"""Range of the pictures of scores on WebShop, in which differences of 0.03 are seen; runs that broke lie below."""
+SHOP_CURVES = (0.4, 0.9)
+"""The same for curves."""
 
 
 class FewerRuns(Exception):
@@ -151,8 +155,8 @@ def read_data(part: str, folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def write_data(part: str, results: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write the data of a part.
+def write_data(part: str, results: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Write the data of a part; returns them as they were written, so that tables and plots are those of the file.
 
     Raises:
         FewerRuns: the file that is there holds more.
@@ -167,6 +171,7 @@ def write_data(part: str, results: Sequence[dict[str, Any]], folder: Path) -> No
             "name another folder with --out, or move that file away"
         )
     reporting.write_lines(path, results)
+    return read_data(part, folder)
 
 
 def num_runs(results: Sequence[dict[str, Any]]) -> int:
@@ -225,20 +230,18 @@ def report(part: str, wanted: Sequence[lab.RunSettings], seeds: Sequence[int], r
     from tools import _study_report as reporting
 
     if part == "b":
-        results = trace.measure(seeds)
-        write_data(part, results, out)
+        results = write_data(part, trace.measure(seeds), out)
         reporting.plot_trace(results, out / "trace.svg")
         return reporting.trace_table(results)
     results = finished(wanted, runs)
     if not results:
         return f"part {part}: no run has finished"
-    if part in ("a", "d", "e"):
-        write_data(part, results, out)
-        reporting.plot_curves(results, ("task", "lag"), "update", out / f"{DATA[part]}.svg")
-        return reporting.lag_table(results)
     if part in plan.SEEDS:
         return report_of_second(part, results, out)
-    write_data(part, results, out)
+    results = write_data(part, results, out)
+    if part in ("a", "d", "e"):
+        reporting.plot_curves(results, ("task", "lag"), "update", out / f"{DATA[part]}.svg")
+        return reporting.lag_table(results)
     reporting.plot_curves(results, ("task", "lag"), "episodes", out / "replay.svg")
     return reporting.replay_table(results)
 
@@ -246,9 +249,10 @@ def report(part: str, wanted: Sequence[lab.RunSettings], seeds: Sequence[int], r
 def report_of_second(part: str, results: list[dict[str, Any]], out: Path) -> str:
     """Write the data and plots of a phase of the second study; returns its tables."""
     from tools import _study_contrasts as contrasts
+    from tools import _study_kept as keeping
     from tools import _study_report as reporting
 
-    write_data(part, results, out)
+    results = write_data(part, results, out)
     if part == "quarters":
         return contrasts.quarter_tables(results)
     if part in ("rates", "shop-rates", "built", "built-again", "dpo-rates"):
@@ -256,23 +260,33 @@ def report_of_second(part: str, results: list[dict[str, Any]], out: Path) -> str
     if part == "shop-replay":
         reporting.plot_curves(contrasts.with_seconds(results), ("task",), "seconds", out / f"{part}.svg")
         return contrasts.replay_table(results)
-    if part in ("shop", "shop-256"):
-        reporting.plot_curves(contrasts.with_seconds(results), ("lag",), "seconds", out / f"{part}-time.svg")
-    contrasts.plot_by_lag(results, out / f"{part}.svg")
     tables = [contrasts.score_table(results)]
     methods = list(dict.fromkeys(result["settings"]["method"] for result in results))
-    if part == "precision":
-        tables.append(contrasts.contrast_table(results, list(zip(methods[::2], methods[1::2], strict=True)), [0]))
-    elif part == "after-main":
-        both = [*results, *read_data("confirm", out)]
-        tables.append(contrasts.contrast_table(both, plan.AFTER_MAIN))
-    elif part in ("shop", "shop-256"):
+    if part in ("shop", "shop-256"):
+        labels = contrasts.labels_with_rate(results)
+        timed = contrasts.with_seconds(results)
+        reporting.plot_curves(timed, ("lag",), "seconds", out / f"{part}-time.svg", SHOP_CURVES, labels)
+        contrasts.plot_by_lag(results, out / f"{part}.svg", SHOP_SCORES)
         pairs = [pair for pair in shop.CONTRASTS if {*pair} <= {*methods}]
         tables.append(contrasts.contrast_table(results, pairs))
-    elif part != "screen":  # nothing is concluded from what chooses
-        first = methods[-1] if part == "confirm" else methods[0]
-        pairs = [(first, method) for method in methods if method != first]
-        tables.append(contrasts.contrast_table(results, pairs, [0] if part == "dpo" else contrasts.CONTRASTED_LAGS))
+        tables += [keeping.student_table(results, pairs), keeping.kept_table(results)]
+    elif part == "precision":
+        contrasts.plot_side_by_side(
+            results, out / f"{part}.svg", lambda m: (m.rpartition(", ")[0], m.rpartition(", ")[2]), (0.6, 1.0)
+        )
+        tables.append(contrasts.contrast_table(results, list(zip(methods[::2], methods[1::2], strict=True)), [0]))
+    elif part == "dpo":
+        contrasts.plot_side_by_side(results, out / f"{part}.svg", lambda m: (m.removeprefix("DPO, "), ""), (0.3, 0.9))
+        tables.append(contrasts.contrast_table(results, [(methods[0], method) for method in methods[1:]], [0]))
+    else:
+        contrasts.plot_by_lag(results, out / f"{part}.svg")
+        if part == "after-main":
+            both = [*results, *read_data("confirm", out)]
+            tables.append(contrasts.contrast_table(both, plan.AFTER_MAIN))
+        elif part != "screen":  # nothing is concluded from what chooses
+            first = methods[-1] if part == "confirm" else methods[0]
+            tables.append(contrasts.contrast_table(results, [(first, m) for m in methods if m != first]))
+            tables.append(keeping.of_best_table(results))
     return "\n\n".join(tables)
 
 

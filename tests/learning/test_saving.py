@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 import uuid
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -157,18 +158,19 @@ def test_a_checkpoint_that_finds_another_one_being_written_exports_nothing(
     assert checkpointer.wait() and left == ["update-000005.new"]
 
 
-def test_no_rank_begins_a_checkpoint_while_another_one_writes(
-    tmp_path: Path, slow_disk: tuple[threading.Event, threading.Event]
-) -> None:
+def test_no_rank_begins_a_checkpoint_while_another_one_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 writes the policy beside its part, and is busy for longer."""
-    has_come, goes_on = slow_disk
-    meeting = Meeting()
+    meeting, goes_on, write_file = Meeting(), threading.Event(), checkpoint.write_file
     both = [make_saving(tmp_path, 0, ThreadRanks(rank, meeting)) for rank in range(2)]
+
+    def write(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, int]:
+        assert "rank-1" in path.name or goes_on.wait(30)
+        return write_file(path, pieces)
+
+    monkeypatch.setattr(checkpoint, "write_file", write)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda each: each[0].save(each[0].tickets(5), MOMENT), both))
-        assert has_come.wait(30)
-        while both[1][1].is_busy:
-            pass
+        assert both[1][1].wait(), "rank 1 has written its part"
         list(pool.map(lambda each: each[0].save(each[0].tickets(6), Moment(6, 6, 1.0)), both))
         assert not both[1][1].is_busy
         goes_on.set()
@@ -240,13 +242,16 @@ def test_the_last_checkpoint_of_two_ranks_is_written_again_by_both(
     meeting = Meeting()
     both = [make_saving(tmp_path, 0, ThreadRanks(rank, meeting)) for rank in range(2)]
     write_file = checkpoint.write_file
-    with monkeypatch.context() as full:
-        full.setattr(checkpoint, "write_file", no_room)
-        both[0][0].save(both[0][0].tickets(5), MOMENT)
-        assert not both[0][1].wait()
-        full.setattr(checkpoint, "write_file", write_file)
-        both[1][0].save(both[1][0].tickets(5), MOMENT)
-        assert both[1][1].wait()
+
+    def write(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, int]:
+        if "rank-1" not in path.name:
+            no_room()
+        return write_file(path, pieces)
+
+    with monkeypatch.context() as full, ThreadPoolExecutor(2) as pool:
+        full.setattr(checkpoint, "write_file", write)
+        list(pool.map(lambda each: each[0].save(each[0].tickets(5), MOMENT), both))
+        assert not both[0][1].wait() and both[1][1].wait()
     left = tmp_path / "run" / "checkpoints" / "update-000005.new" / "rank-1.json"
     left.write_bytes(left.read_bytes().replace(b"rank-1.msgpack", b"rank-1.another"))
     with ThreadPoolExecutor(2) as pool:

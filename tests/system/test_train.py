@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -303,7 +304,8 @@ def test_a_killed_supervisor_takes_its_processes_along_and_the_next_run_of_the_n
         while run.processes():
             assert time.monotonic() < deadline, run.processes()
             time.sleep(0.05)
-        (tmp_path / "tensorboard" / "metrics.jsonl").unlink()
+        for folder in ("tensorboard", "checkpoints"):
+            shutil.rmtree(tmp_path / folder)
         supervisor = run.train(as_users_do=True)
         run.wait_for_updates(3)
         assert column(run.rows(), "step")[0] == 1
