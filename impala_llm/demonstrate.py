@@ -183,13 +183,15 @@ async def _record(config: Config, policy: Path, folder: Path, numbers: Sequence[
                 try:
                     row = await play_episode(spec, session, player(session, seed), chat, limits, text)
                 except EpisodeAborted:
-                    return left_out()
+                    left_out()
+                    return None
                 except contract.EnvironmentFault:
                     raise
                 except ValueError as error:  # there is no room for even the first answer
                     raise ConfigError(str(error)) from None
             if not any(session.last[2:4]):  # neither terminated nor truncated: the next observation does not fit
-                return left_out()
+                left_out()
+                return None
             if settings.player == "person":
                 print(f"The end: score {row.score:.2f}.\n")
             return Demonstration(row, source, tuple(text))

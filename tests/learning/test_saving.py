@@ -4,7 +4,7 @@ import errno
 import os
 import threading
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -239,19 +239,24 @@ def test_the_last_checkpoint_of_two_ranks_is_written_again_by_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 alone has failed; files that rank 1 has left would be read in place of those that it writes now."""
-    meeting = Meeting()
-    both = [make_saving(tmp_path, 0, ThreadRanks(rank, meeting)) for rank in range(2)]
-    write_file = checkpoint.write_file
+    meeting, has_failed = Meeting(), threading.Event()
 
-    def write(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, int]:
-        if "rank-1" not in path.name:
-            no_room()
-        return write_file(path, pieces)
+    class LateRanks(ThreadRanks):
+        def sum(self, numbers: Sequence[float], of_processes: bool = False) -> list[float]:
+            found = super().sum(numbers, of_processes)
+            assert self.rank == 0 or has_failed.wait(30)
+            return found
 
-    with monkeypatch.context() as full, ThreadPoolExecutor(2) as pool:
-        full.setattr(checkpoint, "write_file", write)
-        list(pool.map(lambda each: each[0].save(each[0].tickets(5), MOMENT), both))
-        assert not both[0][1].wait() and both[1][1].wait()
+    both = [make_saving(tmp_path, 0, LateRanks(rank, meeting)) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        with monkeypatch.context() as full:
+            full.setattr(checkpoint, "write_file", no_room)
+            first, second = (pool.submit(saving.save, saving.tickets(5), MOMENT) for saving, _ in both)
+            first.result(30)
+            assert not both[0][1].wait()
+        has_failed.set()
+        second.result(30)
+        assert both[1][1].wait()
     left = tmp_path / "run" / "checkpoints" / "update-000005.new" / "rank-1.json"
     left.write_bytes(left.read_bytes().replace(b"rank-1.msgpack", b"rank-1.another"))
     with ThreadPoolExecutor(2) as pool:
