@@ -74,19 +74,34 @@ def look(config: Config, gpus: Sequence[Mapping[str, Any]]) -> tuple[str, list[s
     there = psutil.virtual_memory().total / 1e9
     smaller = "take a smaller model or more memory"
     if held + needs.copied > there:
-        fix = "set learner.checkpoints_kept=0, which writes none, or " if held <= there else ""
-        if held > there and learner.sharding != "fsdp2":
-            fix = "set learner.sharding=fsdp2, with more ranks, or "
+        fix = "set learner.checkpoints_kept=0, which writes none, or "
+        if held > there:
+            fix = "".join(f"{remedy}, or " for remedy in _host_remedies(config, needs, is_on_gpus))
         problems.append(
             f"{where} takes {held + needs.copied:.1f} GB of this host's {there:.1f} GB, {needs.copied:.1f} GB of them "
             f"as the copy for a checkpoint: {fix}{smaller}"
         )
     elif start > there:
+        several, fix = needs.num_processes > 1, "lower learner.num_ranks, or " if learner.num_ranks > 1 else ""
+        readers = f"{needs.num_processes} processes read the whole policy each" if several else "a process reads it all"
         problems.append(
-            f"{where} takes {start:.1f} GB of this host's {there:.1f} GB at its start, where {needs.num_processes} "
-            f"processes read the whole policy each: lower learner.num_ranks, or {smaller}"
+            f"{where} takes {start:.1f} GB of this host's {there:.1f} GB at its start, where {readers}: {fix}{smaller}"
         )
     return state, problems
+
+
+def _host_remedies(config: Config, needs: Needs, is_on_gpus: bool) -> list[str]:
+    """Return what lowers the sum that a run's processes hold of the host's memory, whatever their number: ranks that
+    share the policy hold together what a single one does."""
+    learner, found = config.learner, []
+    if learner.sharding != "fsdp2" and learner.num_ranks > 1:
+        fix = "set learner.sharding=fsdp2" + " and learner.tensor_parallel=1" * (learner.tensor_parallel > 1)
+        found.append(f"{fix}, by which the ranks hold the policy once together")
+    if not is_on_gpus and needs.engine and config.num_actors > 1:
+        found.append("lower actor.num_actors")
+    if config.model.lora.rank == 0 and learner.tensor_parallel == 1:
+        found.append("set model.lora.rank=16, with which only adapters have gradients and moments")
+    return found
 
 
 def _gpu_problems(config: Config, needs: Needs, gpus: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -14,21 +14,26 @@ import torch
 
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.parallel import Ranks
-from impala_llm.settings import Config, written
+from impala_llm.settings import Config, model_directory, written
 
 NOTE = "token_budget.json"
 """Name of the file in the run's folder."""
 
 
 def conditions(config: Config, ranks: Ranks, model: PolicyModel) -> dict[str, Any]:
-    """Return what the memory and the time of a micro-batch depend on, by name.
+    """Return what the memory and the time of a micro-batch depend on, by name. All ranks call it, and those that share
+    the policy get the same.
 
     Args:
-        model: with the attention that was chosen for it.
+        model: placed, with the attention that was chosen for it.
     """
-    learner, device = config.learner, ranks.device
+    learner, algorithm = config.learner, config.algorithm
     found = {
-        "the device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "the device": _devices(ranks),
+        "model.path": _resolved(config.model.path),
+        "the model's parameters": sum(p.numel() for p in model.parameters()),
+        "model.lora.rank": config.model.lora.rank,
+        "engine.max_length": config.engine.max_length,
         "learner.precision": learner.precision,
         "learner.activation_checkpointing": learner.activation_checkpointing,
         "the attention": model.attention,
@@ -38,7 +43,24 @@ def conditions(config: Config, ranks: Ranks, model: PolicyModel) -> dict[str, An
     }
     if learner.sharding == "fsdp2":  # a rank's share
         found["learner.num_ranks"] = learner.num_ranks
+    if algorithm.uses_reference:
+        found["the reference policy"] = _resolved(algorithm.reference or "the first policy")
+    if teacher := getattr(algorithm.credit, "teacher", None):
+        found["the teacher"] = _resolved(teacher)
     return found
+
+
+def _devices(ranks: Ranks) -> str:
+    """The kind of the device; of all ranks' devices, where they share the policy and with it the budget."""
+    device = ranks.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    found = ranks.gather({"names": [name]}, of_processes=True) if ranks.is_sharded else [{"names": [name]}]
+    return " and ".join(sorted({name for of_rank in found for name in of_rank["names"]}))
+
+
+def _resolved(path: str) -> str:
+    """A model's directory; as it is written where it has none."""
+    return str(model_directory(path) or path)
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -178,15 +178,14 @@ class TokenBudget:
         if self._note is None:
             raise OutOfMemory(f"{happened}: {fix}")
         noted = read_note(self._note)
-        is_newer = noted is None or bool(self._reason_against(noted))
-        if noted is not None and not is_newer:  # another rank may have noted one meanwhile
-            is_newer = self.tokens < noted["tokens"]
+        is_lower = noted is None or self.tokens < noted["tokens"]
+        if noted is not None and not self._reason_against(noted):  # another rank may have noted one meanwhile
             self.tokens = min(self.tokens, noted["tokens"])
         try:
             write_note(self._note, self.state_dict())
         except OSError as error:
             raise OutOfMemory(f"{happened}, nor is {self._note} written ({error.strerror}): {fix}") from error
-        if is_newer:  # each restart has a lower budget: no loop of crashes
+        if is_lower:  # than any that was noted, under whatever conditions: no loop of crashes
             report_progress()
         sentence = (
             f"{happened}: the learner ends, and once it is started again it computes the same update with "
@@ -279,10 +278,13 @@ class TokenBudget:
         free += cuda.memory_reserved(ranks.device)  # of this process
         limit = free - _SPARE_MEMORY * total - to_come
         peaks: list[float] = []
+        is_full = False
+        """Whether this rank's own GPU has ended the trials."""
         for size in sizes:
             # Memory grows linearly with tokens: what is sure to fail is not tried.
             expected = 3 * peaks[-1] - 2 * peaks[-2] if len(peaks) > 1 else 0.0
-            if ranks.sum([float(expected > limit)], of_processes=True)[0]:
+            is_full = expected > limit
+            if ranks.sum([float(is_full)], of_processes=True)[0]:
                 break
             cuda.reset_peak_memory_stats(ranks.device)
             failed = False
@@ -295,15 +297,24 @@ class TokenBudget:
                     self._end_trial(self.tokens if peaks else size // 2)
                 failed = True
             peak = cuda.max_memory_allocated(ranks.device)
-            if ranks.sum([float(failed or peak > limit)], of_processes=True)[0]:
+            is_full = failed or peak > limit
+            if ranks.sum([float(is_full)], of_processes=True)[0]:
                 break
             peaks.append(peak)
             self.tokens = size
         cuda.empty_cache()
-        taken = f", which takes {peaks[-1] / 1e9:.1f} GB" if peaks else ""
+        others = f"CUDA itself and other processes hold {(total - free) / 1e9:.1f} GB of the GPU's {total / 1e9:.1f} GB"
+        if peaks:
+            return (
+                f"the largest that {limit / 1e9:.1f} GB hold beside the optimizer's moments, which takes "
+                f"{peaks[-1] / 1e9:.1f} GB; {others}"
+            )
+        reason = f"{others}, and the optimizer's moments take {to_come / 1e9:.1f} GB"
+        if not is_full:
+            reason = f"the GPU of another rank has no room for more; of this rank's, {others}"
         return (
-            f"the largest that {limit / 1e9:.1f} GB hold beside the optimizer's moments{taken}; of the GPU's "
-            f"{total / 1e9:.1f} GB, CUDA itself and other processes hold {(total - free) / 1e9:.1f} GB"
+            f"the smallest, since {reason}; memory may run out all the same: end other processes that use the GPU, "
+            "choose another with CUDA_VISIBLE_DEVICES, or set model.lora.rank=16"
         )
 
     def _seconds(

@@ -156,6 +156,39 @@ def test_a_model_that_memory_cannot_hold_is_wrong_and_sharding_is_named(
     assert found["model memory"]["problems"] == []
 
 
+@pytest.mark.usefixtures("without_ranks")
+@pytest.mark.parametrize(
+    ("words", "offered", "useless"),
+    [
+        ([], ["model.lora.rank=16"], ["fsdp2", "num_ranks, ", "num_actors,"]),
+        (["learner.num_ranks=2"], ["learner.sharding=fsdp2", "model.lora.rank=16"], ["more ranks"]),
+        (["learner.num_ranks=2", "learner.sharding=fsdp2"], ["model.lora.rank=16"], ["set learner.sharding"]),
+        (["actor.num_actors=3"], ["lower actor.num_actors", "model.lora.rank=16"], ["fsdp2"]),
+    ],
+)
+def test_only_what_lowers_the_memory_of_the_host_is_offered(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], offered: list[str], useless: list[str]
+) -> None:
+    """More ranks on one host share what a single one holds: the sum stays."""
+    memory = psutil.virtual_memory()._replace(total=1000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    config = load(["model=tiny_shopper", "env=webshop", "actor.num_actors=1", *words])
+    [problem] = doctor.learner_memory(config, {"gpus": []}).problems
+    fix = problem.rpartition(": ")[2]
+    assert all(word in fix for word in [*offered, "smaller model or more memory"]), problem
+    assert not any(word in fix for word in useless), problem
+
+
+def test_a_single_rank_is_not_told_to_be_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = psutil.virtual_memory()._replace(total=3 * (LAYERS + WHOLE))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    path = save_shapes(tmp_path / "model")
+    words = ["model=pretrained", f"model.path={path}", "actor.num_actors=1", "learner.checkpoints_kept=0"]
+    [problem] = doctor.learner_memory(load(words), {"gpus": [{"name": "a GPU", "gb": 1e3, "error": ""}]}).problems
+    assert "at its start" in problem and "lower learner.num_ranks" not in problem
+
+
 LAYERS, WHOLE = 2 * 1000 * 1000, 2 * 1000 * 500 + 1000
 """Parameters of `save_shapes`: of the layers' matrices, and all others."""
 

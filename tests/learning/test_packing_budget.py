@@ -8,13 +8,17 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from impala_llm.algorithms.distillation import Distillation
 from impala_llm.algorithms.interface import PackedBatch
+from impala_llm.learning import packing
 from impala_llm.learning.batch_source import Batch
+from impala_llm.learning.kept_budget import conditions, read_note
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import OutOfMemory, RestartNeeded, TokenBudget, pack
 from impala_llm.learning.parallel import Ranks
@@ -168,6 +172,79 @@ def test_ranks_that_share_the_policy_end_and_go_on_with_a_smaller_budget(
     remedied = settings(1000, activation_checkpointing=1)
     remedied.run.dir = config.run.dir
     assert Trainer(remedied, sharing(), SmallMemory.from_pretrained(tmp_path)).budget.tokens == 1000
+
+
+@pytest.fixture
+def progress(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Budgets that were told the supervisor as progress."""
+    reported: list[int] = []
+    monkeypatch.setattr(packing, "report_progress", lambda: reported.append(1))
+    return reported
+
+
+def test_ranks_on_two_kinds_of_gpu_take_over_one_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: list[int]
+) -> None:
+    """Else each would ignore the other's, run out of memory again, and count as one that goes on."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: ("RTX 4090", "RTX 3090")[device.index])
+    model, config = SmallMemory.from_pretrained(save_lm(tmp_path)), settings(8192, sharding="fsdp2")
+
+    def begin(rank: int, meeting: Meeting) -> TokenBudget:
+        ranks = ThreadRanks(rank, meeting)
+        ranks.is_sharded, ranks.device = True, torch.device("cuda", rank)
+        return TokenBudget(8192, ranks, conditions(config, ranks, model), tmp_path / "note")
+
+    tried = []
+    for _ in range(3):
+        with ThreadPoolExecutor(2) as pool:
+            budgets = list(pool.map(begin, (0, 1), [Meeting()] * 2))
+        tried.append([budget.tokens for budget in budgets])
+        with pytest.raises(RestartNeeded):
+            budgets[len(tried) % 2]._lower([40] * 30)
+    assert tried == [[8192] * 2, [600] * 2, [300] * 2] and len(progress) == 3
+    noted = read_note(tmp_path / "note")
+    assert noted is not None and noted["conditions"]["the device"] == "RTX 3090 and RTX 4090"
+
+
+def test_a_restart_counts_as_progress_only_where_its_budget_is_below_any_that_was_noted(
+    tmp_path: Path, progress: list[int]
+) -> None:
+    """Whatever the conditions: learners that ignore each other's notes would be started again for ever."""
+    for life in range(6):
+        budget = TokenBudget(8192, sharing(), {"the device": f"GPU {life % 2}"}, tmp_path / "note")
+        with pytest.raises(RestartNeeded):
+            budget._lower([40] * 30)
+        assert budget.tokens == 600
+    assert len(progress) == 1
+
+
+def test_a_budget_holds_for_the_model_and_the_lengths_that_it_was_found_with(tmp_path: Path) -> None:
+    model = SmallMemory.from_pretrained(save_lm(tmp_path))
+
+    def changed(**others: object) -> set[str]:
+        config = settings(8192)
+        config.model.path = str(tmp_path)
+        before = conditions(config, Ranks("cpu"), model)
+        for key, value in others.items():
+            section: Any = config
+            *path, name = key.split("__")
+            for part in path:
+                section = getattr(section, part)
+            setattr(section, name, value)
+        now = conditions(config, Ranks("cpu"), model)
+        return {key for key in {**before, **now} if before.get(key) != now.get(key)}
+
+    assert changed() == set()
+    assert changed(model__path=f"{tmp_path}/../{tmp_path.name}") == set(), "the same directory"
+    assert changed(model__path="scratch") == {"model.path"}
+    assert changed(model__lora__rank=16) == {"model.lora.rank"}
+    assert changed(engine__max_length=64) == {"engine.max_length"}
+    assert changed(algorithm__kl_coef=0.1) == {"the reference policy"}
+    assert changed(algorithm__credit=Distillation(teacher=str(tmp_path))) == {"the teacher"}
+    whole = conditions(settings(8192), Ranks("cpu"), model)
+    model.lm.model.layers = model.lm.model.layers[:1]
+    cut = conditions(settings(8192), Ranks("cpu"), model)
+    assert whole["the model's parameters"] > cut["the model's parameters"]
 
 
 def test_ranks_that_share_the_policy_say_what_to_set_where_the_disk_is_full(tmp_path: Path) -> None:
@@ -422,6 +499,40 @@ def test_on_a_gpu_memory_that_other_processes_hold_is_left_to_them(
     budget.choose(make_batch() * 100, memory.trial, 0, Device())  # type: ignore[arg-type]
     assert budget.tokens == 1024
     assert "CUDA itself and other processes hold" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("others", "to_come", "said"),
+    [
+        (1_900_000_000, 0, "CUDA itself and other processes hold 1.9 GB of the GPU's 2.0 GB"),
+        (0, 1_900_000_000, "the optimizer's moments take 1.9 GB"),
+    ],
+    ids=["other processes", "moments"],
+)
+def test_on_a_gpu_that_has_no_room_the_smallest_budget_is_taken_and_what_holds_it_is_said(
+    others: int, to_come: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory, budget = Memory(says_so=True, others=others), TokenBudget("auto")
+    memory.total_memory, memory.reserved = 2_000_000_000, 0
+    memory.install(monkeypatch)
+    budget.choose(make_batch() * 100, memory.trial, to_come, Device())  # type: ignore[arg-type]
+    printed = capsys.readouterr().out
+    assert budget.tokens == 512 and not memory.tried
+    assert "is 512 tokens a micro-batch: the smallest" in printed and said in printed
+    assert "-" not in printed.replace("micro-batch", "") and "CUDA_VISIBLE_DEVICES" in printed
+
+
+def test_where_the_gpu_of_another_rank_has_no_room_it_is_said_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class OfTwo(Device):
+        def sum(self, numbers: list[float], of_processes: bool = False) -> list[float]:
+            return [number + of_processes for number in numbers]
+
+    memory, budget = Memory(says_so=True), TokenBudget("auto")
+    memory.install(monkeypatch)
+    budget.choose(make_batch() * 100, memory.trial, 0, OfTwo())  # type: ignore[arg-type]
+    assert budget.tokens == 512 and "the smallest, since the GPU of another rank" in capsys.readouterr().out
 
 
 def test_micro_batches_of_a_lowered_budget_hold_every_row_once() -> None:
