@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,15 +128,20 @@ def load_data(config: Config, policy: Path, folders: Sequence[Path]) -> Data:
     tasks = sorted({d.task for d in found})
     order = np.random.default_rng(config.run.seed).permutation(len(tasks))
     held_out = {tasks[i] for i in order[: min(config.sft.held_out_tasks, len(tasks) // 10)]}
-    digest = hashlib.sha256()
-    for d in found:
-        digest.update(d.trajectory.tokens.tobytes() + d.trajectory.turns.tobytes() + d.trajectory.rewards.tobytes())
     return Data(
         [d.trajectory for d in found if d.task not in held_out],
         [d.trajectory for d in found if d.task in held_out],
-        digest.hexdigest(),
+        _digest(d.trajectory for d in found),
         catalogues,
     )
+
+
+def _digest(trajectories: Iterable[Trajectory]) -> str:
+    """Hash of what is learned from, in order."""
+    digest = hashlib.sha256()
+    for t in trajectories:
+        digest.update(t.tokens.tobytes() + t.turns.tobytes() + t.rewards.tobytes())
+    return digest.hexdigest()
 
 
 class WarmStart:

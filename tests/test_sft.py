@@ -299,7 +299,11 @@ def test_what_cannot_work_is_refused_in_a_sentence(
         folder = tmp_path / "other"
     else:
         shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-        change = [f"sft.data=[{tmp_path / 'demonstrations'}]", *change] if change[0].startswith("engine") else change
+        change = (
+            [f"sft.data=[{tmp_path / 'demonstrations'}]", *change]
+            if change[0].startswith(("engine", "run.seed"))
+            else change
+        )
     capsys.readouterr()
     settings = tmp_path / "sft" / "config.yaml"
     before = settings.read_text() if settings.exists() else None
