@@ -309,7 +309,7 @@ def _typed(chat: ChatFormat, most: int, observation: str, _info: dict[str, Any])
     print(observation.strip(), flush=True)
     while True:
         action = _line()
-        if contract.text_problem(action):
+        if action is None or contract.text_problem(action):
             print("not UTF-8, type it again", flush=True)
         elif (length := len(chat.answer(action)) - 1) > most:  # without the token that ends it
             print(f"{length} tokens, and engine.max_new_tokens={most} is the most: type a shorter answer", flush=True)
@@ -317,9 +317,9 @@ def _typed(chat: ChatFormat, most: int, observation: str, _info: dict[str, Any])
             return action
 
 
-def _line() -> str:
-    """A line that a person types. Bytes that are no UTF-8 are halves of surrogate pairs in it. Raises _Ended at the end
-    of their input."""
+def _line() -> str | None:
+    """A line that a person types; None where it cannot be decoded. Bytes that are no UTF-8 are halves of surrogate
+    pairs in it. Raises _Ended at the end of their input."""
     if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.errors != "surrogateescape":
         with contextlib.suppress(io.UnsupportedOperation):  # a strict reader would lose the lines after it as well
             sys.stdin.reconfigure(errors="surrogateescape")
@@ -331,7 +331,7 @@ def _line() -> str:
     try:
         return input("> ").strip()
     except UnicodeError:
-        return "\udcff"
+        return None
     except (EOFError, KeyboardInterrupt):
         raise _Ended from None
     finally:

@@ -379,7 +379,7 @@ class WarmStart:
         return unsaved
 
     def _unsaved(self) -> str:
-        """What becomes of the last update, whose checkpoint could not be written; empty where an earlier one has it."""
+        """Sentence on a last update that no checkpoint on the disk has; empty where one has it."""
         kept = newest_whole(self.folder / STATE)[0]
         if kept is not None and kept.update == self.update:
             return ""

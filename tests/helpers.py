@@ -1,13 +1,17 @@
-"""For several test modules: the tiny policy, programs that run Python code, events of TensorBoard, a full disk."""
+"""For several test modules: the tiny policy, programs that run Python code, events of TensorBoard, a full disk, the end
+of a process."""
 
+import contextlib
 import resource
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -100,3 +104,14 @@ def files_of_at_most(num_bytes: int | None) -> Iterator[Callable[[int], None]]:
         yield limit
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def has_ended(process: psutil.Process, within_s: float = 120.0) -> bool:
+    """Whether a process ends within these seconds. Whoever takes its exit code may take longer."""
+    deadline = time.monotonic() + within_s
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while process.status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+    return True

@@ -102,7 +102,7 @@ class MetricWriter:
         self._retries: dict[str, float] = {}
         """Writers whose disk was full, and when each is made anew, in seconds of time.monotonic."""
         self._made_anew: set[str] = set()
-        """Those of them that have not written yet."""
+        """Writers that were made anew and have not written yet."""
         for name in (METRICS_FILE, *names) if with_lines else names:
             try:
                 directory.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from impala_llm.gateway.descendants import WORKER
 from impala_llm.gateway.tasks import Task
 from impala_llm.gateway.worker import Worker
 from impala_llm.gateway.worker_pipes import open_pipe
+from tests.helpers import has_ended
 
 AGENTS = """
 import asyncio, os, signal, subprocess, threading, time
@@ -105,17 +105,6 @@ def plain(task, client):
     return float(client.api_key == "sk-1")
 """
 DEADLINE_S = 120
-
-
-def has_ended(process: psutil.Process) -> bool:
-    """Whether a process ends within the deadline. Whoever takes its exit code may take longer."""
-    deadline = time.monotonic() + DEADLINE_S
-    with contextlib.suppress(psutil.NoSuchProcess):
-        while process.status() != psutil.STATUS_ZOMBIE:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.02)
-    return True
 
 
 def task(what: str, **data: Any) -> Task:

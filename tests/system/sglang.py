@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from impala_llm.engines.sglang.launch_args import ServerSettings
-from tests.helpers import make_tiny_model
+from tests.helpers import has_ended, make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 INTERPRETER = "IMPALA_LLM_SGLANG_PYTHON"
@@ -69,8 +69,7 @@ def find(processes: Iterable[psutil.Process], word: str) -> psutil.Process:
 def assert_all_end(processes: Collection[psutil.Process]) -> None:
     """Wait until they have ended."""
     assert processes
-    left = psutil.wait_procs(processes, timeout=DEADLINE_S)[1]
-    assert [each for each in left if each.status() != psutil.STATUS_ZOMBIE] == []
+    assert [each for each in processes if not has_ended(each, DEADLINE_S)] == []
 
 
 needs_sglang = pytest.mark.skipif(
