@@ -142,9 +142,23 @@ def test_phases_that_choose_and_phases_that_report_share_no_seed_and_no_split() 
         *plan.main(range(30), finished), *plan.long(range(10), finished), *shop.shop(range(5), finished),
         *plan.confirm(range(10), finished), *plan.dpo(range(10), finished), *plan.precision(range(10)),
         *shop.replay(range(3), finished), *plan.after_main(range(10)), *shop.at_256(range(3), finished),
+        *shop.confirm(range(6)),
     ]  # fmt: skip
     assert {run.evaluate_on for run in choosing} == {"validation"} and {run.evaluate_on for run in reported} == {"test"}
     assert not {run.seed for run in choosing} & {run.seed for run in reported}
+
+
+def test_the_default_is_confirmed_on_seeds_and_goals_of_its_own() -> None:
+    finished = as_scored({"TOPR": 0.9})
+    runs = shop.confirm(range(plan.SEEDS["shop-confirm"]))
+    catalogues = {word for run in runs for word in run.overrides if word.startswith("env.webshop.catalogue_seed=")}
+    assert len(catalogues) == len({run.seed for run in runs}) == plan.SEEDS["shop-confirm"]
+    others = [*shop.rates(range(2), finished), *shop.shop(range(5), finished), *shop.at_256(range(3), finished)]
+    assert not {run.seed for run in runs} & {run.seed for run in others}
+    default = load(list(shop.COMMON)).env.webshop.catalogue_seed
+    assert f"env.webshop.catalogue_seed={default}" not in catalogues
+    # One rate for all, so that only loss and lag differ.
+    assert {plan.rate_of(run.as_dict()) for run in runs} == {1e-4}
 
 
 def test_every_run_of_the_plan_has_settings_that_the_learner_accepts_and_methods_differ_in_nothing_else() -> None:
@@ -155,6 +169,7 @@ def test_every_run_of_the_plan_has_settings_that_the_learner_accepts_and_methods
         plan.confirm([0], finished),
         plan.after_main([0]), plan.dpo_rates([0]), plan.dpo([0], finished), plan.precision([0]),
         shop.rates([0], finished), shop.shop([0], finished), shop.replay([0], finished), shop.at_256([0], finished),
+        shop.confirm([0]),
     ]  # fmt: skip
     # Rates and lags are numbers, and make nothing valid or not: one of each method and task.
     kinds = {(run.method, run.num_turns, "env=corridor" in run.overrides): run for runs in plans for run in runs}

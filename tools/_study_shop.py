@@ -3,9 +3,11 @@
     shop-rates     what `main` compares and what part (b) has built, at three rates, lag 16     validation tasks
     shop           each at the rate chosen there, lags 0, 16, 64                                test tasks
     shop-256       methods of which one becomes the default, four times as many updates        test tasks
+    shop-confirm   the default, PPO's clip and no correction on goals that no other part has    test tasks
     shop-replay    what is drawn how often, where half of the kinds of goals are rare           test tasks
 
-All start from the policy that --policy names, or the one that the quickstart starts from.
+A seed of `shop-confirm` has a catalogue of its own; all others have that of the quickstart. All start from the policy
+that --policy names, or the one that the quickstart starts from.
 """
 
 from collections.abc import Sequence
@@ -33,6 +35,8 @@ COMMON = (
 )  # fmt: skip
 REUSES = (2, 4, 8)
 """Samples per insert of `shop-replay`, beside 1."""
+FRESH_FROM = 50
+"""First seed and first catalogue of `shop-confirm`."""
 UPDATES_ONCE = 120
 """Updates of `shop-replay` where each episode is used once."""
 CONTRASTS = (
@@ -112,6 +116,19 @@ def default(finished: Finished, policy: str | None = None) -> str:
     lost = [_mean(of_shop, other, lag) - _mean(of_shop, BUILT, lag) for other in CONTENDERS[1:] for lag in (16, 64)]
     is_ahead = _mean(of_256, BUILT, 256) >= _mean(of_256, "TOPR", 256)
     return BUILT if max(lost) <= MARGIN and is_ahead else "TOPR"
+
+
+def confirm(seeds: Sequence[int], policy: str | None = None) -> list[RunSettings]:
+    """The default and its rival with and without a lag, and no correction where it should break: at one rate, on fresh
+    seeds, each with a catalogue of its own, so that what goals vary is in the intervals too."""
+    arms = ((64, "TOPR"), (64, "PPO clip"), (0, "TOPR"), (0, "PPO clip"), (16, "no correction"))
+    runs = []
+    for number in (FRESH_FROM + seed for seed in seeds):
+        for lag, method in arms:
+            run = _run("shop-confirm", lag, method, 1e-4, number, policy)
+            words = (*run.overrides, f"env.webshop.catalogue_seed={number}")
+            runs.append(replace(run, overrides=words, evaluate_on="test", evaluation_tasks=64))
+    return runs
 
 
 Scores = dict[tuple[str, int, int], float]

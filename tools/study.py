@@ -9,10 +9,10 @@
 First study: a, corrections by lag; b, how fast V-trace forgets under engine noise; c, replay priorities; d, what about
 truncated weights it is that breaks at a large lag; e, what the critic has to do with it. Second study, each phase after
 the ones that it rests on: rates, screen, main, long, quarters, built, built-again, confirm, after-main, dpo-rates, dpo,
-precision (tools/_study_plan.py), shop-rates, shop, shop-256, shop-replay (tools/_study_shop.py). A finished run is one
-file under --runs, named by its settings: a second call runs only what is missing, and changed settings run anew. Runs
-whose data stand under docs/results/off_policy are finished too, so that a clone of this repository goes on where the
-study stopped; to run a part anew, move its file away and name an empty --runs.
+precision (tools/_study_plan.py), shop-rates, shop, shop-256, shop-confirm, shop-replay (tools/_study_shop.py). A
+finished run is one file under --runs, named by its settings: a second call runs only what is missing, and changed
+settings run anew. Runs whose data stand under docs/results/off_policy are finished too, so that a clone of this
+repository goes on where the study stopped; to run a part anew, move its file away and name an empty --runs.
 Needs the extra `plots`. Text: docs/results/off_policy.md; hypotheses and plan of the second study:
 docs/results/study_plan.md.
 """
@@ -214,6 +214,8 @@ def planned(part: str, seeds: Sequence[int], folder: Path, policy: str | None = 
     on_shop = {"shop-rates": shop.rates, "shop": shop.shop, "shop-256": shop.at_256, "shop-replay": shop.replay}
     if part in on_shop:
         return on_shop[part](seeds, done, policy)
+    if part == "shop-confirm":
+        return shop.confirm(seeds, policy)
     on_corridor = {
         "screen": plan.screen, "main": plan.main, "long": plan.long,
         "built": plan.built, "built-again": plan.built_again, "confirm": plan.confirm, "dpo": plan.dpo,
@@ -262,7 +264,7 @@ def report_of_second(part: str, results: list[dict[str, Any]], out: Path) -> str
         return contrasts.replay_table(results)
     tables = [contrasts.score_table(results)]
     methods = list(dict.fromkeys(result["settings"]["method"] for result in results))
-    if part in ("shop", "shop-256"):
+    if part in ("shop", "shop-256", "shop-confirm"):
         labels = contrasts.labels_with_rate(results)
         timed = contrasts.with_seconds(results)
         reporting.plot_curves(timed, ("lag",), "seconds", out / f"{part}-time.svg", SHOP_CURVES, labels)
