@@ -227,7 +227,7 @@ class ModelConfig:
     mantissa, several times as fast)."""
     value_hidden_size: int | None = bounded(None, least=0)
     """Width of the value head's hidden layer; null: that of the policy; 0: no such layer, a linear head, which
-    scored lower in the first study, with old data and without (docs/results/off_policy.md)."""
+    scored lower in the first study, with old data and without (docs/results/off_policy_first.md)."""
     value_trunk_gradient: bool = True
     """Whether the value loss also shapes the policy's trunk, as in IMPALA."""
 
@@ -476,7 +476,7 @@ class ReplayConfig:
     """Share of draws that ignore priority."""
     correction_exponent: float = bounded(0.0, least=0, most=1)
     """b of the weights (N·P)^-b that undo the bias of the draw; 0: none, 1: all of it. Part (c) of the first study in
-    docs/results/off_policy.md decided the default."""
+    docs/results/off_policy_first.md decided the default."""
     max_replays: int = bounded(1, least=1)
     """Updates that may use a trajectory; 1: each is used once."""
     samples_per_insert: float = bounded(1.0, least=0.001)

@@ -13,8 +13,8 @@ precision (tools/_study_plan.py), shop-rates, shop, shop-256, shop-confirm, shop
 finished run is one file under --runs, named by its settings: a second call runs only what is missing, and changed
 settings run anew. Runs whose data stand under docs/results/off_policy are finished too, so that a clone of this
 repository goes on where the study stopped; to run a part anew, move its file away and name an empty --runs.
-Needs the extra `plots`. Text: docs/results/off_policy.md; hypotheses and plan of the second study:
-docs/results/study_plan.md.
+Needs the extra `plots`. Text: docs/results/off_policy.md, of the first study off_policy_first.md;
+hypotheses and plan of the second: docs/results/study_plan.md.
 """
 
 import argparse

@@ -142,7 +142,7 @@ class CollapseAlarm:
     Collapse: the entropy or the length has fallen to a small share of its first value while scores are not good. A
     policy that has solved its tasks is also certain and brief, which is not a collapse. Noise: scores have fallen to
     half of the best, and the entropy has risen since then, as stale data with capped weights can cause
-    (docs/results/off_policy.md).
+    (docs/results/off_policy_first.md).
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
