@@ -17,6 +17,12 @@ from impala_llm.trajectory import Trajectory
 _MAX_BEGUN = 1 << 14
 _OF_ACTORS = ("actor/", "weights/", "pipeline/queue_fill")
 """Prefixes of the metrics that actors measure; the others are the learner's own."""
+_OVER_THE_STEP = frozenset(
+    ("actor/generated_tokens_per_s", "actor/prefill_tokens_per_s", "actor/idle_share", "actor/engine_up",
+     "actor/running_episodes", "pipeline/queue_fill")
+)  # fmt: skip
+"""Those of which a step's value is the mean of its heartbeats: when a step ends, actors may long have played as far
+ahead as tickets allow, and the last heartbeat alone would call an engine idle that computed for most of the step."""
 WINDOW = 500
 """Episodes that a windowed score covers at least, once there are so many."""
 
@@ -135,10 +141,12 @@ class Meters:
         log.add("staleness/in_flight", totals["staleness_in_flight"])
         log.add("learner/version", version)
         log.add("learner/resident_memory_gb", psutil.Process().memory_info().rss / 1e9)
-        for metrics in self._receiver.actor_stats().values():
+        means = self._receiver.mean_actor_stats()
+        for actor_id, metrics in self._receiver.actor_stats().items():
+            of_step = means.get(actor_id, {})
             for name, value in metrics.items():
                 if name in METRICS and name.startswith(_OF_ACTORS):
-                    log.add(name, value)
+                    log.add(name, of_step.get(name, value) if name in _OVER_THE_STEP else value)
                 else:  # of an actor of another release: no reason to end the learner
                     self._warnings.log("an actor reports a metric that this release does not know", repr(name[:80]))
 

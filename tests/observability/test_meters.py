@@ -36,6 +36,9 @@ class QuietReceiver:
     def actor_stats(self) -> dict[str, dict[str, float]]:
         return {}
 
+    def mean_actor_stats(self) -> dict[str, dict[str, float]]:
+        return {}
+
 
 def intake(received: Sequence[Trajectory] = (), evicted: Sequence[Trajectory] = ()) -> Intake:
     return Intake(tuple(received), tuple(evicted), 0, 0, None, ReplayBuffer(OldestFirst(), 1, 1).stats())
@@ -129,6 +132,21 @@ def test_a_metric_that_only_another_release_knows_is_left_out(caplog: pytest.Log
     found = meters.gather()
     assert found["actor/idle_share"] == 0.25 and found["learner/version"] == 3
     assert "actor/of_tomorrow" in caplog.text
+
+
+def test_an_engine_that_was_idle_when_the_step_ended_counts_over_the_whole_step() -> None:
+    class Idle(QuietReceiver):
+        def actor_stats(self) -> dict[str, dict[str, float]]:
+            return {"actor-0": {"actor/idle_share": 1.0, "actor/generated_tokens_per_s": 0.0, "weights/pause_s": 0.5}}
+
+        def mean_actor_stats(self) -> dict[str, dict[str, float]]:
+            return {"actor-0": {"actor/idle_share": 0.25, "actor/generated_tokens_per_s": 90.0, "weights/pause_s": 9.0}}
+
+    meters = Meters(Idle(), Ranks("cpu"))  # type: ignore[arg-type]
+    meters.observe(intake(), Batch((), (), (), 1.0), 3)
+    found = meters.gather()
+    assert found["actor/idle_share"] == 0.25 and found["actor/generated_tokens_per_s"] == 90.0
+    assert found["weights/pause_s"] == 0.5  # of the last change of weights
 
 
 def test_tokens_and_episodes_of_the_whole_run_go_on_where_an_earlier_learner_was() -> None:

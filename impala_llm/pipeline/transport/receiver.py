@@ -295,6 +295,10 @@ class Receiver:
         """Latest metrics of each connected actor, by actor id."""
         return self._registry.actor_stats()
 
+    def mean_actor_stats(self) -> dict[str, dict[str, float]]:
+        """Mean metrics of each connected actor that has reported any since the last call, by actor id."""
+        return self._registry.mean_actor_stats()
+
     def engines(self) -> dict[int, str]:
         """Servers that the connected actors offer for weights: opening -> URL; see `messages.Engines`."""
         return self._registry.engines()

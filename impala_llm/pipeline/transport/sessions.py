@@ -85,7 +85,8 @@ class ActorRefused(Exception):
 
 
 class SessionRegistry:
-    """Sessions of the actors of one rank. For one thread at a time, except `actor_stats`, `engines` and `totals`.
+    """Sessions of the actors of one rank. For one thread at a time, except `actor_stats`,
+    `mean_actor_stats`, `engines` and `totals`.
 
     Args:
         ledger: gets the tickets of actors that are lost.
@@ -110,6 +111,8 @@ class SessionRegistry:
         self._lock = threading.Lock()
         # Shared with the learner's thread.
         self._actor_stats: dict[str, dict[str, float]] = {}
+        self._reported: dict[str, dict[str, tuple[float, int]]] = {}
+        """Sum and number of what each actor has reported since `mean_actor_stats`, by metric."""
         self._engines: dict[str, dict[int, str]] = {}
 
     # --- for any thread
@@ -123,6 +126,15 @@ class SessionRegistry:
         """Latest metrics of each connected actor, by actor id."""
         with self._lock:
             return {actor_id: dict(stats) for actor_id, stats in self._actor_stats.items()}
+
+    def mean_actor_stats(self) -> dict[str, dict[str, float]]:
+        """Mean metrics of each connected actor that has reported any since the last call, by actor id."""
+        with self._lock:
+            reported, self._reported = self._reported, {}
+        return {
+            actor_id: {name: total / number for name, (total, number) in metrics.items()}
+            for actor_id, metrics in reported.items()
+        }
 
     def engines(self) -> dict[int, str]:
         """Servers that the connected actors offer for weights: opening -> URL; see `messages.Engines`."""
@@ -197,6 +209,12 @@ class SessionRegistry:
         """
         with self._lock:
             self._actor_stats[session.actor_id] = stats
+            before = self._reported.get(session.actor_id, {})
+            found: dict[str, tuple[float, int]] = {}
+            for name, value in stats.items():  # names of earlier reports alone are given up: they would have no bound
+                total, number = before.get(name, (0.0, 0))
+                found[name] = (total + value, number + 1)
+            self._reported[session.actor_id] = found
 
     def offer_engines(self, session: Session, engines: Engines) -> None:
         """Replace the servers that an actor offers for weights.
@@ -301,4 +319,5 @@ class SessionRegistry:
             _log.error(text, ticket.task_id, ticket.ticket_id, ticket.group_id)
         with self._lock:
             del self._actor_stats[session.actor_id]
+            self._reported.pop(session.actor_id, None)
             self._engines.pop(session.actor_id, None)

@@ -263,6 +263,19 @@ def test_figures_of_actors_reach_the_learner(pair: Pair) -> None:
     turns_until(lambda: receiver.actor_stats() == {"actor-0": {"tokens_per_s": 2.0}}, actor)
 
 
+def test_the_learner_gets_the_mean_of_what_an_actor_has_reported_since_it_asked(pair: Pair) -> None:
+    receiver, actor = pair.receiver(), pair.actor()
+    for value in (1.0, 4.0, 7.0):
+        actor.report({"tokens_per_s": value})
+        turns_until(lambda value=value: receiver.actor_stats() == {"actor-0": {"tokens_per_s": value}}, actor)
+    mean = receiver.mean_actor_stats()["actor-0"]["tokens_per_s"]
+    assert 1.0 < mean < 7.0  # a value may have come with several heartbeats
+    assert receiver.mean_actor_stats() == {}
+    actor.report({"others": 3.0})
+    turns_until(lambda: receiver.actor_stats() == {"actor-0": {"others": 3.0}}, actor)
+    assert receiver.mean_actor_stats() == {"actor-0": {"others": 3.0}}
+
+
 def test_an_error_in_the_thread_reaches_whoever_drains(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     receiver = pair.receiver()
 
