@@ -159,6 +159,8 @@ def test_runs_of_other_settings_are_not_thrown_away(tmp_path: Path, monkeypatch:
 def test_idle_time_is_weighted_by_the_length_of_steps_without_the_first() -> None:
     steps = [{"time/step_s": s, "time/idle_share": share} for s, share in ((100.0, 1.0), (1.0, 1.0), (3.0, 0.0))]
     assert study.idle_share(steps) == 0.25
+    actors = [step | {"actor/idle_share": 1.0 - step["time/idle_share"]} for step in steps]
+    assert study.idle_share([*actors, {"time/step_s": 9.0}], "actor/idle_share") == 0.75
 
 
 def line_to_1(seconds: float) -> list[tuple[float, int, float, float]]:

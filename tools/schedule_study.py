@@ -231,7 +231,7 @@ def play(run: Run, folder: Path) -> dict[str, Any]:
         "updates": len(steps),
         "curve": curve(steps, 60 * task.minutes),
         "learner_idle": idle_share(steps),
-        "actor_idle": mean_of(steps, "actor/idle_share"),
+        "actor_idle": idle_share(steps, "actor/idle_share"),
         "staleness": mean_of(steps, "staleness/mean"),
         "score": ours["score"],
         "success": ours["success"],
@@ -266,11 +266,12 @@ def mean_of(steps: Sequence[dict[str, float]], name: str) -> float:
     return float(np.mean([step[name] for step in steps if name in step]))
 
 
-def idle_share(steps: Sequence[dict[str, float]]) -> float:
-    """Share of the learner's time in which it had nothing to learn from; the first step is left out: engines start."""
-    seconds = [step["time/step_s"] for step in steps[1:]]
-    idle = [step["time/idle_share"] * step["time/step_s"] for step in steps[1:]]
-    return sum(idle) / sum(seconds) if seconds else math.nan
+def idle_share(steps: Sequence[dict[str, float]], name: str = "time/idle_share") -> float:
+    """Share of the run's time in which the learner, or by "actor/idle_share" the engines, had nothing to compute; the
+    first step is left out: engines start."""
+    known = [step for step in steps[1:] if name in step]
+    seconds = sum(step["time/step_s"] for step in known)
+    return sum(step[name] * step["time/step_s"] for step in known) / seconds if seconds else math.nan
 
 
 Pairs = list[tuple[dict[str, Any], dict[str, Any]]]
