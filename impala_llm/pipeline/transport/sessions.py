@@ -85,8 +85,8 @@ class ActorRefused(Exception):
 
 
 class SessionRegistry:
-    """Sessions of the actors of one rank. For one thread at a time, except `actor_stats`,
-    `mean_actor_stats`, `engines` and `totals`.
+    """Sessions of the actors of one rank. For one thread at a time, except `actor_stats`, `mean_actor_stats`, `engines`
+    and `totals`.
 
     Args:
         ledger: gets the tickets of actors that are lost.
@@ -128,7 +128,8 @@ class SessionRegistry:
             return {actor_id: dict(stats) for actor_id, stats in self._actor_stats.items()}
 
     def mean_actor_stats(self) -> dict[str, dict[str, float]]:
-        """Mean metrics of each connected actor that has reported any since the last call, by actor id."""
+        """Mean metrics of each connected actor that has reported any since the last call, by actor id; each of its
+        heartbeats counts alike. For one caller: what was read is forgotten."""
         with self._lock:
             reported, self._reported = self._reported, {}
         return {
