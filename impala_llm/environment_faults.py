@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from impala_llm.engines.base import EngineError
 from impala_llm.envs.contract import EnvironmentFault
+from impala_llm.plugs import raised_at
 from impala_llm.rollout import ENGINE_AWAITED, EpisodeAborted
 
 
@@ -67,9 +68,7 @@ class EnvironmentFaults:
         self._num_breaches += isinstance(error, EnvironmentFault) and error.__cause__ is None
         cause = error.__cause__ or error
         # A cause that was raised in another process, or never, has no traceback.
-        frames = traceback.extract_tb(cause.__traceback__) or traceback.extract_tb(error.__traceback__)
-        location = f" in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-        kind = f"{type(error).__name__}, {type(cause).__name__}{location}"
+        kind = f"{type(error).__name__}, {type(cause).__name__}{raised_at(cause) or raised_at(error)}"
         if kind not in self._seen:
             self._seen.add(kind)
             traceback.print_exception(error)

@@ -316,7 +316,8 @@ class AlgorithmConfig:
     """Pass over tasks whose kind, the environment's signature, mostly succeeds or mostly fails: with success rate p a
     task is played with probability 4p(1 - p), and at least this. None: every task, once an epoch."""
     normalize_reward: bool = False
-    """Divide rewards by the standard deviation of all returns so far."""
+    """Divide rewards by the standard deviation of all returns so far; with actor.unroll_turns or actor.unroll_tokens
+    of the returns of unrolls, which is smaller."""
     overlong_tokens: int | None = bounded(None, least=1)
     """An episode that ends within so many tokens of engine.max_length, or at it, loses reward: `overlong_penalty` at
     the limit, linearly less before. None: none does."""
@@ -432,9 +433,11 @@ class LearnerConfig:
     warmup_updates: int = bounded(5, least=0)
     """Updates in which the learning rate rises from 0."""
     value_warmup_updates: int = bounded(0, least=0)
-    """First updates in which only the value head learns."""
+    """First updates in which only the value head learns. The decay counts them, so that the policy begins below
+    learning_rate."""
     decay: str = one_of("linear", "constant", "cosine")
-    """Course of the learning rate after the warm-up, down to `final_learning_rate_fraction`; constant: none."""
+    """Course of the learning rates from the first update to the last, down to `final_learning_rate_fraction`; constant:
+    none."""
     final_learning_rate_fraction: float = bounded(0.1, least=0, most=1)
     """Learning rate at the end, as a fraction of the largest."""
     max_grad_norm: float = bounded(1.0, least=1e-06)
@@ -490,8 +493,9 @@ class ReplayConfig:
 
     @property
     def prioritised(self) -> bool:
-        """Whether recency, advantage or rarity decide what is drawn."""
-        return self.recency_tau is not None or self.advantage_exponent > 0 or self.rarity_exponent > 0
+        """Whether recency, advantage or rarity decide what is drawn. An episode that is drawn once has no known |A|."""
+        by_advantage = self.advantage_exponent > 0 and self.max_replays > 1
+        return by_advantage or self.recency_tau is not None or self.rarity_exponent > 0
 
 
 @dataclass

@@ -22,7 +22,7 @@ from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardSca
 from impala_llm.learning.kept_budget import NOTE, conditions
 from impala_llm.learning.mismatch import MismatchMonitor
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, measured, named, objective, score
+from impala_llm.learning.objective import AtStart, Denominators, Outcome, Rows, Rules, measured, named, objective, score
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.own_parts import call_batch_limit, call_prepare
 from impala_llm.learning.packing import TokenBudget, memory_of_step, pack
@@ -242,7 +242,7 @@ class Trainer:
             None if update.prepared is None else update.prepared[list(indices)].to(device),
             self.monitor.recomputed(micro, [update.batch.trajectories[i] for i in indices]),
             self.scorers.scores(micro),
-            torch.cat([update.at_start[i] for i in indices]).to(device) if update.at_start else None,
+            AtStart.joined([update.at_start[i] for i in indices], device) if update.at_start else None,
             None if borrowed is None else torch.tensor(borrowed).to(device),
         )
 

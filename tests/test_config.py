@@ -245,6 +245,10 @@ def test_none_is_null_on_the_command_line() -> None:
             ["algorithm.reward_kl_coef=0.1", "algorithm.recompute_behaviour=always", "algorithm.kl_coef"],
         ),
         (
+            ["algorithm=decoupled_ppo", "algorithm.recompute_behaviour=always"],
+            ["algorithm.recompute_behaviour=always", "algorithm.loss.proximal=auto", "proximal=recomputed"],
+        ),
+        (
             ["algorithm.recompute_behaviour=often"],
             ["algorithm.recompute_behaviour=often", "never, on_mismatch, always"],
         ),

@@ -409,12 +409,6 @@ def _algorithm_problems(config: Config) -> list[str]:
             f"algorithm.refill={algorithm.refill:g} does not go with algorithm.credit={algorithm.credit.name}, which "
             "compares no group: set algorithm.refill=0 or algorithm.credit=group_relative"
         )
-    for key in ("epochs", "minibatches"):
-        if algorithm.credit.is_for_one_step and (value := getattr(config.learner, key)) > 1:
-            found.append(
-                f"learner.{key}={value} does not go with algorithm.credit={algorithm.credit.name}, whose advantages "
-                f"hold only for the weights that an update begins with: set learner.{key}=1"
-            )
     is_shaped = algorithm.credit.learns_from_rewards
     if is_shaped and algorithm.overlong_tokens is not None and algorithm.overlong_tokens > config.engine.max_length:
         found.append(
@@ -428,7 +422,29 @@ def _algorithm_problems(config: Config) -> list[str]:
             "place, or algorithm.recompute_behaviour=never"
         )
     loss = algorithm.loss
+    found += _step_problems(config)
     return [*found, *algorithm.credit.problems(algorithm), *loss.problems_of_class(), *loss.problems(algorithm)]
+
+
+def _step_problems(config: Config) -> list[str]:
+    """Credits and losses that do not go with so many optimizer steps an update."""
+    algorithm, found = config.algorithm, list[str]()
+    for key in ("epochs", "minibatches"):
+        if algorithm.credit.is_for_one_step and (value := getattr(config.learner, key)) > 1:
+            found.append(
+                f"learner.{key}={value} does not go with algorithm.credit={algorithm.credit.name}, whose advantages "
+                f"hold only for the weights that an update begins with: set learner.{key}=1"
+            )
+    loss, num_steps = algorithm.loss, config.learner.epochs * config.learner.minibatches
+    proximal = getattr(loss, "proximal", "") if loss.name == "decoupled_ppo" else ""
+    is_on_line = proximal == "log_linear" or (proximal == "auto" and num_steps == 1)
+    if is_on_line and algorithm.recompute_behaviour != "never":
+        found.append(
+            f"algorithm.recompute_behaviour={algorithm.recompute_behaviour} does not go with algorithm.loss.proximal="
+            f"{proximal} at one step an update, a line that begins at the version that sampled, while the ratios would "
+            "begin at a later one: set algorithm.recompute_behaviour=never, or algorithm.loss.proximal=recomputed"
+        )
+    return found
 
 
 _OF_THE_RUN = ("--api-key", "--admin-api-key", "--ssl-keyfile-password", "--config")

@@ -215,8 +215,8 @@ class Worker:
 
     def _show(self, error: BaseException) -> None:
         """Print the first error of each kind with its traceback."""
-        frames = traceback.extract_tb(error.__traceback__)
-        kind = f"{type(error).__name__} in {frames[-1].filename}:{frames[-1].lineno}" if frames else repr(error)
+        where = raised_at(error)
+        kind = f"{type(error).__name__}{where}" if where else repr(error)
         if kind not in self._seen and len(self._seen) < 100:
             self._seen.add(kind)
             traceback.print_exception(error)

@@ -85,6 +85,54 @@ class Rules:
 
 
 @dataclass(frozen=True)
+class AtStart:
+    """Values of rows by the weights that the update began with, where it has several optimizer steps."""
+
+    log_probs: Tensor
+    """float32[N]: log π of the action tokens, the proximal policy."""
+    advantages: Tensor
+    """float32[N]: by the credit."""
+    targets: Tensor | None
+    """float32[K]: of the values, in the order of the rows; None where no values are fitted."""
+
+    @staticmethod
+    def of(log_probs: Tensor, worth: Worth) -> "AtStart":
+        """Keep the values of a micro-batch."""
+        if worth.targets is None or worth.value_rows is None:
+            return AtStart(log_probs, worth.advantages, None)
+        return AtStart(log_probs, worth.advantages, worth.targets[worth.value_rows.argsort(stable=True)])
+
+    def split(self, num_tokens: Sequence[int], num_values: Sequence[int]) -> list["AtStart"]:
+        """Return those of each row, on the CPU.
+
+        Args:
+            num_tokens, num_values: of each row.
+        """
+        log_probs, advantages = (part.cpu().split(list(num_tokens)) for part in (self.log_probs, self.advantages))
+        none = (None,) * len(num_tokens)
+        targets = none if self.targets is None else self.targets.cpu().split(list(num_values))
+        return list(map(AtStart, log_probs, advantages, targets))
+
+    @staticmethod
+    def joined(rows: Sequence["AtStart"], device: torch.device) -> "AtStart":
+        """Return those of several rows, on a device."""
+        targets = [row.targets for row in rows if row.targets is not None]
+        return AtStart(
+            torch.cat([row.log_probs for row in rows]).to(device),
+            torch.cat([row.advantages for row in rows]).to(device),
+            torch.cat(targets).to(device) if targets else None,
+        )
+
+    def replace_in(self, worth: Worth) -> Worth:
+        """Return a credit's result of now with the advantages and targets of then, and so with the values of now."""
+        targets = worth.targets
+        if self.targets is not None and worth.value_rows is not None:
+            targets = torch.empty_like(self.targets)
+            targets[worth.value_rows.argsort(stable=True)] = self.targets
+        return replace(worth, advantages=self.advantages, targets=targets)
+
+
+@dataclass(frozen=True)
 class Rows:
     """Values of a micro-batch's S rows, and of their N action tokens, beside those that are packed."""
 
@@ -96,8 +144,8 @@ class Rows:
     """Log-probabilities that enter the ratios for log μ; None: those that the engine reported."""
     scores: TokenScores = NO_SCORES
     """Log-probabilities by the reference policy and the teacher."""
-    proximal_log_probs: Tensor | None = None
-    """float32[N]: log π when the update began; None: it has one step, where they are those of the forward at hand."""
+    at_start: AtStart | None = None
+    """Their values as the update began; None: it has one step, where they are those of the forward at hand."""
     is_own: Tensor | None = None
     """bool[S]: drawn by this rank, whose engines the mismatch monitor compares; None: all."""
 
@@ -179,7 +227,10 @@ def credited(
 ) -> tuple[Scored, Worth, Tensor]:
     """Score a micro-batch by one forward; return also its worth, and bool[N]: the action tokens that teach."""
     scored = score(model, batch, config.engine.temperature, rows, rules.version)
-    worth = whitened(call_credit(parts_of(config.algorithm)[0], scored, batch, rows.prepared), rules.whitening)
+    worth = call_credit(parts_of(config.algorithm)[0], scored, batch, rows.prepared)
+    if rows.at_start is not None:
+        worth = rows.at_start.replace_in(worth)
+    worth = whitened(worth, rules.whitening)
     keep = teaches(config.algorithm, scored, worth.advantages, rules.oldest_version)
     return replace(scored, batch_limit=rules.batch_limit), worth, keep
 
@@ -198,16 +249,18 @@ def score(model: PolicyModel, batch: PackedBatch, temperature: float, rows: Rows
     hidden = model.hidden(batch.tokens, batch.position_ids, batch.context_lengths)
     actions = batch.action_positions
     log_probs, entropy = model.action_log_probs(hidden[actions - 1], batch.tokens[actions], temperature)
-    at_start = log_probs if rows.proximal_log_probs is None else rows.proximal_log_probs
+    proximal = None if rows.at_start is None else rows.at_start.log_probs
     return Scored(
         log_probs,
         entropy,
-        batch.behaviour_log_probs if rows.recomputed is None else rows.recomputed.fill(at_start),
+        batch.behaviour_log_probs
+        if rows.recomputed is None
+        else rows.recomputed.fill(log_probs if proximal is None else proximal),
         batch.segment_ids,
         batch.versions,
         version,
         lambda indices: model.values(hidden[indices]),
-        rows.proximal_log_probs,
+        proximal,
         rows.scores.reference,
         rows.scores.teacher,
     )

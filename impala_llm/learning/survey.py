@@ -1,8 +1,9 @@
 """Survey of a batch: computes, before the first optimizer step, the values that depend on the whole batch.
 
-If a batch has several steps, they need log π of the weights that the update begins with, the proximal policy. Whitened
-advantages need their mean and standard deviation over the action tokens of all ranks. One more forward computes what no
-other part has computed.
+If a batch has several steps, they need log π of the weights that the update begins with, the proximal policy, and the
+advantages and value targets by these weights, as in PPO (arXiv 1707.06347, algorithm 1): a critic that is fitted to the
+batch step by step would take its own advantages away. Whitened advantages need their mean and standard deviation over
+the action tokens of all ranks. One more forward computes what no other part has computed.
 """
 
 import math
@@ -13,7 +14,7 @@ import torch
 from impala_llm.algorithms.interface import PackedBatch, parts_of
 from impala_llm.learning.mismatch import Comparison, MismatchMonitor, compare
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.objective import Rows, score
+from impala_llm.learning.objective import AtStart, Rows, score
 from impala_llm.learning.own_parts import call_credit
 from impala_llm.learning.packing import TokenBudget
 from impala_llm.learning.parallel import Ranks
@@ -48,7 +49,7 @@ class Survey:
         """Set `Update.at_start` and `Update.whitening` where the update's steps need them. All ranks call it."""
         moments = self._prepared_moments(update) if self._whitens else None
         if num_steps > 1 or (self._whitens and moments is None):
-            found = self._score(update, keeps_log_probs=num_steps > 1)
+            found = self._score(update, keeps=num_steps > 1)
             moments = moments or found
         if self._whitens:
             assert moments is not None
@@ -65,35 +66,40 @@ class Survey:
         return [float(part.sum()) for part in (sizes, sizes * advantages, sizes * advantages.square())]
 
     @torch.no_grad()
-    def _score(self, update: Update, keeps_log_probs: bool) -> list[float]:
+    def _score(self, update: Update, keeps: bool) -> list[float]:
         """Score the batch by the weights that the update begins with.
 
         Args:
-            keeps_log_probs: set `Update.at_start`; then the monitor compares these with the engine's, and none of
-                later steps.
+            keeps: set `Update.at_start`; then the monitor compares its log-probabilities with the engine's, and none
+                of later steps.
 
         Returns:
             As `_prepared_moments`.
         """
         taught = [update.batch.trajectories[i] for i in update.teaching]
 
-        def scored(cpu_micro: PackedBatch) -> tuple[list[int], Rows, torch.Tensor, tuple[float, ...], Comparison]:
+        def scored(cpu_micro: PackedBatch) -> tuple[list[int], Rows, AtStart, list[int], Comparison]:
             indices = [update.teaching[i] for i in cpu_micro.members]
             micro, rows = self._rows(update, cpu_micro, indices)
             found = score(self._model, micro, self._temperature, rows, update.version)
-            advantages = call_credit(self._credit, found, micro, rows.prepared).advantages.double()
-            sums = (float(len(advantages)), float(advantages.sum()), float(advantages.square().sum()))
+            worth = call_credit(self._credit, found, micro, rows.prepared)
+            value_rows = micro.segment_ids[:0] if worth.value_rows is None else worth.value_rows
+            num_values = value_rows.bincount(minlength=len(indices)).tolist()
             comparison = compare(found.log_probs, micro, update.version, rows.is_own)
-            return indices, rows, found.log_probs, sums, comparison
+            return indices, rows, AtStart.of(found.log_probs, worth), num_values, comparison
 
         moments = [0.0, 0.0, 0.0]
-        for indices, rows, log_probs, sums, comparison in self._budget.run(taught, scored, take_part=self._take_part):
+        for indices, rows, values, num_values, comparison in self._budget.run(
+            taught, scored, take_part=self._take_part
+        ):
+            advantages = values.advantages.double()
+            sums = (float(len(advantages)), float(advantages.sum()), float(advantages.square().sum()))
             moments = [total + part for total, part in zip(moments, sums, strict=True)]
             self._monitor.count(rows.recomputed, len(indices))
-            if keeps_log_probs:
+            if keeps:
                 trajectories = [update.batch.trajectories[i] for i in indices]
                 self._monitor.record(comparison)
-                self._monitor.keep(trajectories, log_probs)
-                parts = log_probs.cpu().split([t.num_action_tokens for t in trajectories])
+                self._monitor.keep(trajectories, values.log_probs)
+                parts = values.split([t.num_action_tokens for t in trajectories], num_values)
                 update.at_start |= dict(zip(indices, parts, strict=True))
         return moments

@@ -10,7 +10,7 @@ import torch
 from impala_llm.algorithms.advantages import episode_return, levelled_returns
 from impala_llm.algorithms.interface import MetricValue
 from impala_llm.learning.batch_source import Batch
-from impala_llm.learning.objective import Denominators, Outcome
+from impala_llm.learning.objective import AtStart, Denominators, Outcome
 from impala_llm.trajectory import Trajectory
 
 
@@ -86,8 +86,8 @@ class Update:
     """Indices of the trajectories that have a gradient, in ascending order."""
     endless: frozenset[int]
     """Indices of the trajectories whose return is not finite."""
-    at_start: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Index -> log π of its action tokens as the update began; empty where there is but one optimizer step."""
+    at_start: dict[int, AtStart] = field(default_factory=dict)
+    """Index -> its values as the update began; empty where there is but one optimizer step."""
     whitening: tuple[float, float] | None = None
     """Mean and deviation of all ranks' advantages, where they are whitened."""
     sizes: dict[int, float] = field(init=False)

@@ -28,6 +28,7 @@ RUNNING = ("engine=sglang", "engine.urls=['http://a:1']")
         ("agent.processes=4", "without an agent: set agent.name or agent.command"),
         ("agent.tasks=tasks.jsonl", "without an agent"),
         ("replay.uniform_floor=0.1", "with replay.max_replays=1 and no priorities, where"),
+        ("replay.advantage_exponent=0.6", "with replay.max_replays=1, where an episode leaves the buffer before"),
         ("algorithm.reject_low=0.9", "with algorithm.reject=none"),
         ("env.webshop.num_products=10", "with env.name=parrot: set env=webshop"),
         ("evaluation.run_tasks=8", "without evaluations inside of the run"),
@@ -42,6 +43,13 @@ def test_a_setting_without_effect_is_refused(word: str, reason: str) -> None:
         load(["experiment=toy", *policy, word])
     assert reason in str(caught.value)
     assert word.partition("=")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize("words", [["algorithm=dpo"], ["algorithm=topr", "algorithm.credit.normalize_std=true"]])
+def test_a_scale_of_rewards_is_refused_where_advantages_have_none(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"normalize_reward=true has no effect .* at any scale of rewards"):
+        load(["experiment=toy", *words, "algorithm.normalize_reward=true"])
+    load(["experiment=toy", "algorithm=topr", "algorithm.normalize_reward=true"])
 
 
 @pytest.mark.parametrize(

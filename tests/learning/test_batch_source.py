@@ -175,6 +175,14 @@ def test_a_group_of_which_one_member_took_long_is_drawn_with_those_that_waited_f
     assert tickets(source.next_batch(version=5)) == list(range(BATCH))
 
 
+def test_data_that_are_used_once_and_have_no_known_advantage_are_drawn_the_oldest_first() -> None:
+    words = ("recency_tau=null", "rarity_exponent=0", "max_replays=1", "samples_per_insert=1")
+    source, receiver = make_source("algorithm.max_staleness=8", "replay=prioritised", *(f"replay.{w}" for w in words))
+    receiver.arriving = [t for group_id in (3, 1, 2, 0) for t in members(group_id, version=group_id)]
+    drawn = [tickets(source.next_batch(version=3)) for _ in range(2)]
+    assert drawn == [[t.ticket_id for group_id in pair for t in members(group_id)] for pair in ((0, 1), (2, 3))]
+
+
 def test_replay_draws_again_with_the_weight_of_the_item_on_every_member() -> None:
     # Another seed may leave one group for the last batch of two: it would wait for more, which never comes here.
     source, receiver = make_source("replay=prioritised", "replay.uniform_floor=0", "algorithm.max_staleness=4", seed=2)

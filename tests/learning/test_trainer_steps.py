@@ -1,5 +1,6 @@
 """Several optimizer steps an update: what each sees, and what the buffer and the optimizer are told."""
 
+import copy
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from impala_llm.algorithms.advantages import GroupRelative
-from impala_llm.algorithms.interface import LossOutput, Scored
+from impala_llm.algorithms.interface import LossOutput, PackedBatch, Scored
 from impala_llm.algorithms.losses import PPOClip
+from impala_llm.algorithms.vtrace import GAE
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.control import EntropyControl
 from impala_llm.learning.model import PolicyModel
@@ -37,9 +39,11 @@ class Recording(PPOClip):
 
     def __post_init__(self) -> None:
         self.seen: list[Scored] = []
+        self.advantages: list[torch.Tensor] = []
 
     def __call__(self, scored: Scored, advantages: torch.Tensor) -> LossOutput:
         self.seen.append(scored)
+        self.advantages.append(advantages)
         return super().__call__(scored, advantages)
 
 
@@ -102,6 +106,60 @@ def test_the_proximal_policy_is_that_of_the_beginning_of_the_update(tmp_path: Pa
     single, plain = recording_trainer(tmp_path)
     single.update(varied(), version=3, progress=0.0)
     assert plain.seen[0].proximal_log_probs is None
+
+
+@pytest.mark.parametrize("whitens", [False, True])
+def test_advantages_are_those_of_the_beginning_of_the_update(tmp_path: Path, whitens: bool) -> None:
+    """As in PPO (arXiv 1707.06347, algorithm 1): a critic that is fitted to the batch does not change them."""
+    config = make_config(GAE(lam=0.5), loss := Recording(), max_staleness=None, whiten_advantages=whitens)
+    config.learner = LearnerConfig(
+        warmup_updates=0, value_learning_rate=0.1, epochs=3, minibatches=2, token_budget=60, decay="constant"
+    )
+    model = PolicyModel.from_pretrained(save_lm(tmp_path))
+    Trainer(config, Ranks("cpu"), model).update(varied(), version=3, progress=0.0)
+    # Passes cut the batch in other ways: a token is known by what the engine said of it.
+    passes: list[dict[float, float]] = [{}]
+    for scored, advantages in zip(loss.seen, loss.advantages, strict=True):
+        found = dict(zip(scored.behaviour_log_probs.tolist(), advantages.tolist(), strict=True))
+        if found.keys() & passes[-1].keys():
+            passes.append({})
+        passes[-1] |= found
+    assert len(passes) == 3 and len(passes[0]) == sum(t.num_action_tokens for t in varied().trajectories)
+    assert passes[1] == passes[0] and passes[2] == passes[0]
+    values = torch.tensor(list(passes[0].values()))
+    assert len(values.unique()) == 5
+    if whitens:
+        assert float(values.mean()) == pytest.approx(0.0, abs=1e-5)
+        assert float(values.std(unbiased=False)) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_the_critic_is_fitted_to_the_targets_of_the_beginning_of_the_update(tmp_path: Path) -> None:
+    """Against a value head that is fitted by hand, on a trunk that does not move."""
+    config = make_config(GAE(lam=0.0), PPOClip(), max_staleness=None)
+    rate = {"learning_rate": 0.0, "value_learning_rate": 0.1}
+    config.learner = LearnerConfig(warmup_updates=0, decay="constant", max_grad_norm=1e9, epochs=3, **rate)  # type: ignore[arg-type]
+    trainer = Trainer(config, Ranks("cpu"), model := PolicyModel.from_pretrained(save_lm(tmp_path)))
+    batch = varied()
+    micro = PackedBatch.of(batch.trajectories, range(6))
+    with torch.no_grad():
+        hidden = model.hidden(micro.tokens, micro.position_ids, micro.context_lengths)
+        values = model.values(hidden[micro.turn_value_positions])
+        after = torch.zeros_like(values)  # V of the next turn; 0 where the episode has ended
+        is_inner = micro.turn_segment_ids[1:] == micro.turn_segment_ids[:-1]
+        after[:-1][is_inner] = values[1:][is_inner]
+        last = torch.cat([~is_inner, torch.tensor([True])])
+        bootstrap = model.values(hidden[micro.last_positions])
+        after[last] = torch.where(micro.bootstrap, bootstrap, 0.0)
+        targets = micro.turn_rewards + config.algorithm.credit.discount * after
+    states = hidden[micro.turn_value_positions].detach()
+    by_hand = copy.deepcopy(model)
+    adam = Optimizer(by_hand, config.learner)
+    for _ in range(3):
+        (0.5 * config.algorithm.credit.value_coef * (by_hand.values(states) - targets).square().mean()).backward()  # type: ignore[attr-defined]
+        adam.step(0, 0.0)
+    trainer.update(batch, version=3, progress=0.0)
+    for expected, found in zip(by_hand.value_head.parameters(), model.value_head.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_the_engine_is_compared_with_the_weights_that_it_had(tmp_path: Path) -> None:
