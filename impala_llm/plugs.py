@@ -18,15 +18,16 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from impala_llm.part_signatures import other_methods, other_signature, parameters_of, takes_any, unusable_type
 from impala_llm.processes.stop_signals import ToldToStop
 
 _INSTALLED = tuple(
@@ -55,6 +56,10 @@ class Kind:
     """Short name -> key below which the settings of a packaged part lie, where it has no options of this kind."""
     by_signature: bool = False
     """Where a part has no dataclass `Options`, its options are the parameters that it is called with."""
+    arguments: str = ""
+    """Arguments that parts of this kind without `base` are called with beside their options, with commas between."""
+    protocol: str = ""
+    """Import path of the protocol whose methods has what they return; of a part that is a class they are checked."""
 
 
 ENVIRONMENTS = Kind(
@@ -77,6 +82,7 @@ ENVIRONMENTS = Kind(
     },
     settings={"webshop": "env.webshop"},
     by_signature=True,
+    protocol="impala_llm.envs.base:Suite",
 )
 """Suites, as envs/base.py describes them."""
 ENGINES = Kind(
@@ -85,6 +91,8 @@ ENGINES = Kind(
     "impala_llm.engines",
     {"torch": "impala_llm.engines:torch_engine", "sglang": "impala_llm.engines:sglang_engine"},
     settings={"torch": "engine", "sglang": "engine"},
+    arguments="setup",
+    protocol="impala_llm.engines.base:Engine",
 )
 """Called with an `EngineSetup` of engines/base.py, they return an `Engine`."""
 VERIFIERS = Kind(
@@ -97,7 +105,7 @@ VERIFIERS = Kind(
     },
 )
 """Called with an answer (str), its task (dict) and env.args.verifier_args, they return a score between 0 and 1."""
-AGENTS = Kind("agent.name", "", "impala_llm.agents", {})
+AGENTS = Kind("agent.name", "", "impala_llm.agents", {}, arguments="task, client")
 """Functions `agent(task, client)`, mostly async: see docs/agents.md. They have no options."""
 OPPONENTS = Kind(
     "env.args.opponent",
@@ -111,6 +119,8 @@ METRIC_WRITERS = Kind(
     "",
     "impala_llm.metric_writers",
     {"tensorboard": "impala_llm.observability.tensorboard:TensorBoardWriter"},
+    arguments="folder",
+    protocol="impala_llm.observability.writers:Writer",
 )
 """Called with a folder, they return a `Writer` of observability/writers.py. They have no options."""
 
@@ -136,7 +146,9 @@ def load(kind: Kind, name: str) -> Any:
         raise ValueError(f"{kind.key}={name} {error}") from error
     if kind.base is None and not callable(found):
         raise ValueError(f"{kind.key}={name} is a {type(found).__name__}: name a class or a function")
-    if kind.base and not (isinstance(found, type) and issubclass(found, kind.base) and is_dataclass(found)):
+    if kind.base and not isinstance(found, type):
+        raise ValueError(f"{kind.key}={name} is a {type(found).__name__}: name a class")
+    if kind.base and not (issubclass(found, kind.base) and is_dataclass(found)):
         raise ValueError(
             f"{kind.key}={name} cannot be used: derive it from {kind.base.__module__}.{kind.base.__name__}"
         )
@@ -145,7 +157,18 @@ def load(kind: Kind, name: str) -> Any:
     annotations = {} if kind.base is None or "__dataclass_fields__" in vars(found) else inspect.get_annotations(found)
     if own := [option for option, annotation in annotations.items() if "ClassVar" not in str(annotation)]:
         raise ValueError(f"{kind.key}={name} cannot be used: its {own[0]} is an option only with @dataclass above it")
+    if path not in kind.packaged.values() and (reason := _misuse(kind, found)):
+        raise ValueError(f"{kind.key}={name} cannot be used: {reason}")
     return found
+
+
+def _misuse(kind: Kind, part: Any) -> str:
+    """Return why a part of the user's cannot be called as those of its kind are, as far as signatures tell; else ""."""
+    arguments = [word.strip() for word in kind.arguments.split(",") if word]
+    if arguments and (takes := other_signature(part, arguments)):
+        return f"it takes {takes}, and is called with ({', '.join(arguments)})"
+    like = kind.base or (_imported(kind.protocol) if kind.protocol else None)
+    return other_methods(part, like) if like is not None and isinstance(part, type) else ""
 
 
 def import_path(kind: Kind, name: str) -> Any:
@@ -166,9 +189,8 @@ def import_path(kind: Kind, name: str) -> Any:
     if not close and "." in name:
         close = [":".join(name.rsplit(".", 1))]
     hint = f"did you mean {close[0]}? " if close else ""
-    raise ValueError(
-        f"{kind.key}={name} is not known: {hint}choose one of {', '.join(names)}, or your own as module:Class"
-    )
+    choices = f"choose one of {', '.join(names)}, or " if names else "give "
+    raise ValueError(f"{kind.key}={name} is not known: {hint}{choices}your own as module:Class or module:function")
 
 
 def installed_parts(kind: Kind) -> dict[str, str]:
@@ -193,7 +215,8 @@ def _imported(path: str) -> Any:
         is_absent = bool(missing) and f"{module}.".startswith(f"{missing}.")
         fix = f"put {module} into the current directory or onto PYTHONPATH" if is_absent else "correct it"
         reason = " ".join(str(error).split())
-        raise ValueError(f"cannot be imported ({module}: {type(error).__name__}: {reason}): {fix}") from error
+        where = "" if is_absent else raised_at(error)
+        raise ValueError(f"cannot be imported ({module}: {type(error).__name__}: {reason}{where}): {fix}") from error
     for name in names.split("."):
         found = getattr(found, name, None)
     if found is None:
@@ -288,6 +311,9 @@ def make_options(kind: Kind, name: str, options: type | None, values: Mapping[st
             raise ValueError(f"{key}.{option}={value} is no option of {chosen}: {meant}")
     if options is None:
         return None
+    for f in declared:
+        if reason := unusable_type(f, options):
+            raise ValueError(f"{chosen} cannot be used: its option {f.name} {reason}")
     named = {"name": name} if kind.base else {}
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(options), dict(values), named))
@@ -323,48 +349,11 @@ def name_part(kind: Kind, name: str, values: Mapping[str, Any], words: Sequence[
         raise ValueError(f"{kind.key}={name} cannot be used: its class Options is no dataclass; make it one")
     if part is None or options is not None or not kind.by_signature:
         return name, make_options(kind, name, options, chosen)
-    parameters = _parameters(part)
+    parameters = parameters_of(part)
     own = [] if parameters is None else [each.name for each in fields(parameters)]
-    others = {option: value for option, value in chosen.items() if option not in own} if _takes_any(part) else {}
+    others = {option: value for option, value in chosen.items() if option not in own} if takes_any(part) else {}
     named = make_options(kind, name, parameters, {k: v for k, v in chosen.items() if k not in others})
     return name, {**({} if named is None else vars(named)), **others} or None
-
-
-def _takes_any(part: Any) -> bool:
-    """Whether a part takes arguments of any name, as `def __init__(self, **settings)` does."""
-    try:
-        return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(part).parameters.values())
-    except (TypeError, ValueError):  # of what is no Python function
-        return False
-
-
-def _parameters(part: Any) -> type | None:
-    """The parameters that a part is called with, as a dataclass; None where it has none.
-
-    A parameter whose type OmegaConf does not know takes any value. One whose default is no plain value keeps it.
-    """
-    try:
-        parameters = list(inspect.signature(part).parameters.values())
-    except (TypeError, ValueError):  # of what is no Python function
-        return None
-    hints: dict[str, Any] = {}
-    with contextlib.suppress(TypeError, NameError):  # of types that are imported for type checkers alone
-        hints = get_type_hints(inspect.getattr_static(part, "__init__") if isinstance(part, type) else part)
-    named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    found = []
-    for each in named:
-        given: Any = {}
-        if each.default is not each.empty:
-            is_mutable = isinstance(each.default, list | dict)
-            given = {"default_factory": each.default.copy} if is_mutable else {"default": each.default}
-        for hint in (hints.get(each.name, Any), Any):
-            try:
-                OmegaConf.structured(make_dataclass("Parameter", [(each.name, hint, field(**given))]))
-            except (OmegaConfBaseException, ValueError, TypeError):
-                continue
-            found.append((each.name, hint, field(**given)))
-            break
-    return make_dataclass("Parameters", found, kw_only=True) if found else None
 
 
 def check_call(kind: Kind, name: str, part: Any, *given: Any, **arguments: Any) -> None:

@@ -8,7 +8,7 @@ Invariant: nothing here looks at another setting, or at more of the machine than
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import KW_ONLY, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -256,6 +256,7 @@ class ActorConfig:
 class CreditSettings:
     """The chosen credit. `config.load` makes it the registered class of that name, which adds options of its own."""
 
+    _: KW_ONLY  # so that a class of the user's may have options without a default
     name: str = ""
     """Short name, or import path of your own as module:Class; written `algorithm.credit=NAME`."""
     discount: float = bounded(1.0, least=0, most=1)
@@ -285,6 +286,7 @@ class CreditSettings:
 class LossSettings:
     """The chosen policy loss. `config.load` makes it the registered class of that name, which adds its own options."""
 
+    _: KW_ONLY  # so that a class of the user's may have options without a default
     name: str = ""
     """Short name, or import path of your own as module:Class; written `algorithm.loss=NAME`."""
 

@@ -72,6 +72,8 @@ def call_loss(loss: Loss, scored: Scored, advantages: Tensor) -> LossOutput:
             f"{name} returned per_token without a gradient, so that nothing would be learned: compute it from "
             "scored.log_probs (scored.log_ratio is a constant)"
         )
+    if output.weights.requires_grad:
+        raise PartFault(f"{name} returned weights with a gradient, and they are measured alone: detach them")
     if not isinstance(output.metrics, Mapping):
         raise PartFault(f"{name} returned metrics = {_kind(output.metrics)}: a mapping of names to scalars is expected")
     for metric, value in output.metrics.items():
@@ -93,6 +95,11 @@ def call_credit(credit: Credit, scored: Scored, batch: PackedBatch, prepared: Te
     worth = _require(name, Worth, _call(name, lambda: credit(scored, batch, prepared)))
     _require_floats(f"{name} returned advantages", worth.advantages, scored.log_probs)
     _require_fit(name, worth)
+    if worth.values is not None and not credit.uses_values:
+        raise PartFault(
+            f"{name} returned values, and its class does not say that it needs the value head: write "
+            "uses_values = True in it"
+        )
     _require_metrics(name, worth.metrics)
     _await_metrics(credit, "credit", [metric for metric, _, _ in worth.metrics], scored)
     return worth

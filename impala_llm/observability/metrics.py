@@ -342,7 +342,7 @@ def declarations(part: str, meanings: Mapping[str, str]) -> dict[str, Metric]:
         kind = next((kind for ending, kind in kinds.items() if name.endswith(ending)), Kind.MEAN)
         found[name] = metric = Metric(name, kind, meaning)
         if METRICS.get(name, metric) != metric:
-            raise MetricError(f"metric {name!r} means {METRICS[name].meaning!r} already: give {meaning!r} another name")
+            raise MetricError(f"metric {name!r} means {METRICS[name].meaning!r} already: give yours another name")
     return found
 
 

@@ -59,6 +59,20 @@ class Undecorated(MyLoss):
 
 class Unfinished(Loss):
     pass
+
+@dataclass
+class Lone(MyLoss):
+    def __call__(self, scored):
+        return None
+
+@dataclass
+class Required(Loss):
+    margin: float
+
+    def __call__(self, scored, advantages):
+        return None
+
+an_instance = MyLoss()
 """
 
 
@@ -213,6 +227,9 @@ def test_a_name_alone_and_a_name_with_options_are_settings_of_files_and_words(tm
         (["algorithm.loss=my_parts:PlainReturn"], ["algorithm.loss=my_parts:PlainReturn", "interface.Loss"]),
         (["algorithm.loss=my_parts:Undecorated"], ["its margin is an option only with @dataclass above it"]),
         (["algorithm.loss=my_parts:Unfinished"], ["algorithm.loss=my_parts:Unfinished", "it lacks __call__"]),
+        (["algorithm.loss=my_parts:Lone"], ["its __call__ takes (scored), and is called with (scored, advantages)"]),
+        (["algorithm.loss=my_parts:an_instance"], ["algorithm.loss=my_parts:an_instance is a MyLoss: name a class"]),
+        (["algorithm.loss=my_parts:Required"], ["algorithm.loss.margin is not set"]),
         (
             ["algorithm.credit=vtrace", "algorithm.credit.granularity=token", "algorithm.credit.turn_ratio=product"],
             ["algorithm.credit.turn_ratio=product", "algorithm.credit.granularity=turn"],

@@ -12,12 +12,24 @@ from tests.system.forked_command import forked_command
 RECIPE = Path(__file__).parents[2] / "docs" / "engines.md"
 OWN = ["experiment=toy", "engine.name=my_engine:Echo"]
 
+UNFINISHED = """
+from my_engine import Echo
+
+class NoSetup(Echo):
+    def __init__(self): pass
+
+class NoStats:
+    def __init__(self, setup): pass
+    async def start(self): pass
+"""
+
 
 @pytest.fixture
 def own(user_folder: Path) -> Path:
     """The current directory, with the engine of the documentation in it."""
     [code] = re.findall(r"```python\n(.*?)```", RECIPE.read_text(), re.DOTALL)
     (user_folder / "my_engine.py").write_text(code)
+    (user_folder / "unfinished.py").write_text(UNFINISHED)
     return user_folder
 
 
@@ -37,6 +49,8 @@ def test_its_options_are_settings(own: Path) -> None:
         (["engine=vllm"], ["engine=vllm is not known: here it is engine=sglang"]),
         (["engine.name=nowhere:Engine"], ["engine.name=nowhere:Engine", "nowhere", "PYTHONPATH"]),
         (["engine.name=my_engine:Bell"], ["engine.name=my_engine:Bell", "my_engine has no Bell"]),
+        (["engine.name=unfinished:NoSetup"], ["unfinished:NoSetup", "it takes (), and is called with (setup)"]),
+        (["engine.name=unfinished:NoStats"], ["unfinished:NoStats cannot be used: it lacks ", "stats", "generate"]),
         ([*OWN, "engine.options.wrong=1"], ["engine.options.wrong=1", "engine.options.wrong_share?"]),
         ([*OWN, "engine.options.wrong_share=2"], ["engine.options.wrong_share=2", "between 0 and 1"]),
         (["engine.options.dtype=float32"], ["engine.options.dtype=float32", "engine.name=torch", "engine.*"]),

@@ -21,8 +21,15 @@ ODD = """
 import enum
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-class Suite:
+class Empty:
+    name, system_prompt = "empty", ""
+    def tasks(self, split): return range(1)
+    def session(self, training): return None
+    def signature(self, task_id): return ""
+
+class Suite(Empty):
     @dataclass
     class Options:
         name: str
@@ -32,15 +39,25 @@ class Suite:
             if self.size == 0:
                 raise ValueError("size=0 is no size")
 
-class Plain:
+class Plain(Empty):
     class Options:
         size = 1
 
-class Empty:
-    name, system_prompt = "empty", ""
+class Short:
     def tasks(self, split): return range(1)
-    def session(self, training): return None
-    def signature(self, task_id): return ""
+
+class Still(Empty):
+    def session(self): return None
+
+class Chosen(Empty):
+    @dataclass
+    class Options:
+        side: Literal["left", "right"] = "left"
+
+class Vague(Empty):
+    @dataclass
+    class Options:
+        limit: float = None
 
 class Typed(Empty):
     def __init__(self, thing: "Absent | None" = None, names: set = {"a"}, size: "int" = 1):
@@ -171,6 +188,11 @@ def test_what_was_saved_loads_again(own: Path) -> None:
         (["env=chess"], ["env=chess", "corridor", "module:Class"]),
         (["env.name=nowhere:Suite"], ["env.name=nowhere:Suite", "nowhere", "PYTHONPATH"]),
         (["env.name=broken:Suite"], ["env.name=broken:Suite", "broken: ", "'nothing_of_this_name'", "correct it"]),
+        (["env.name=broken:Suite"], ["in ", "broken.py:1)"]),
+        (["env.name=odd:Short"], ["env.name=odd:Short cannot be used: it lacks session, signature"]),
+        (["env.name=odd:Still"], ["env.name=odd:Still", "its session takes (), and is called with (training)"]),
+        (["env.name=odd:Chosen"], ["its option side is a Literal", 'side: str = one_of("left", "right")']),
+        (["env.name=odd:Vague", "env.args.limit=3"], ["limit is float and its default is None", "limit: float | None"]),
         (["env.name=wrong:suite"], ["env.name=wrong:suite", "wrong: SyntaxError", "correct it"]),
         (["env.name=my_env:Chess"], ["env.name=my_env:Chess", "my_env has no Chess"]),
         (["env.name=my_env:"], ["env.name=my_env: is no import path", "module:Class"]),

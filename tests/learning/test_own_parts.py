@@ -25,7 +25,7 @@ class OwnLoss(Loss):
     """A user's loss that does what it is told."""
 
     def __init__(self, act: Callable[[Scored, torch.Tensor], Any]) -> None:
-        super().__init__("mine:OwnLoss")
+        super().__init__(name="mine:OwnLoss")
         self.act = act
 
     def __call__(self, scored: Scored, advantages: torch.Tensor) -> Any:
@@ -34,6 +34,7 @@ class OwnLoss(Loss):
 
 @dataclass
 class OwnCredit(Credit):
+    uses_values: ClassVar[bool] = True
     worth: Worth | None = None
 
     def __call__(self, scored: Scored, batch: Any, prepared: Any) -> Any:
@@ -60,6 +61,7 @@ ONES = torch.ones(N)
         (lambda s, a: LossOutput(-a * s.log_probs, {}, None), "weights = a NoneType"),
         (lambda s, a: LossOutput((-a * s.log_probs).double(), {}, ONES), "per_token = .* dtype float64: .* float32 is"),
         (lambda s, a: LossOutput(-a * s.log_ratio, {}, ONES), "without a gradient.*compute it from scored.log_probs"),
+        (lambda s, a: LossOutput(-a * s.log_probs, {}, s.log_probs.exp()), "weights with a gradient.*: detach them"),
         (lambda s, a: LossOutput(-a * s.log_probs, None, ONES), "metrics = a NoneType: a mapping .*expected"),  # type: ignore[arg-type]
         (
             lambda s, a: LossOutput(-a * s.log_probs, {"x_share": ONES}, ONES),
@@ -90,7 +92,19 @@ def test_a_loss_s_mistake_is_named(act: Callable[..., Any], said: str, capsys: p
 )
 def test_a_credit_s_mistake_is_named(worth: Worth, said: str) -> None:
     with pytest.raises(PartFault, match=f"algorithm.credit=mine:OwnCredit returned {said}"):
-        call_credit(OwnCredit("mine:OwnCredit", worth=worth), scored(), None, None)  # type: ignore[arg-type]
+        call_credit(OwnCredit(name="mine:OwnCredit", worth=worth), scored(), None, None)  # type: ignore[arg-type]
+
+
+@dataclass
+class OwnCreditOfNoValues(OwnCredit):
+    uses_values: ClassVar[bool] = False
+
+
+def test_a_credit_with_values_has_to_say_so() -> None:
+    """Settings of the value head would be called idle, and act."""
+    worth = Worth(ONES, ONES, ONES, ONES.long())
+    with pytest.raises(PartFault, match=r"mine:OwnCredit returned values, and its class .*: write uses_values = True"):
+        call_credit(OwnCreditOfNoValues(name="mine:OwnCredit", worth=worth), scored(), None, None)  # type: ignore[arg-type]
 
 
 class OwnBatchLoss(OwnLoss, BatchLoss):
@@ -131,13 +145,13 @@ def episodes(sum_over_ranks: Callable[..., Any] = list) -> Episodes:
 def test_a_mistake_in_a_credit_s_prepare_is_named(result: Callable[[Episodes], Any], said: str) -> None:
     OwnEpisodeCredit.result = staticmethod(result)
     with pytest.raises(PartFault, match=f"algorithm.credit=mine:OwnEpisodeCredit: prepare {said}"):
-        call_prepare(OwnEpisodeCredit("mine:OwnEpisodeCredit"), episodes())
+        call_prepare(OwnEpisodeCredit(name="mine:OwnEpisodeCredit"), episodes())
 
 
 def test_what_a_credit_may_prepare_comes_back_as_it_is() -> None:
     for right in (None, Prepared(ONES), Prepared(ONES, [("mine/x", 1.0, 3.0)])):
         OwnEpisodeCredit.result = staticmethod(lambda e, right=right: right)
-        assert call_prepare(OwnEpisodeCredit("mine:OwnEpisodeCredit"), episodes()) is right
+        assert call_prepare(OwnEpisodeCredit(name="mine:OwnEpisodeCredit"), episodes()) is right
 
 
 def test_a_rank_that_has_died_is_no_mistake_of_the_part_that_meets_the_others(
@@ -150,10 +164,10 @@ def test_a_rank_that_has_died_is_no_mistake_of_the_part_that_meets_the_others(
         several.setattr(ranks, "num_processes", 2)
         several.setattr(torch.distributed, "all_reduce", dead)
         with pytest.raises(RuntimeError, match="^Connection closed by peer"):
-            call_prepare(OwnEpisodeCredit("mine:OwnEpisodeCredit"), episodes(ranks.sum))
+            call_prepare(OwnEpisodeCredit(name="mine:OwnEpisodeCredit"), episodes(ranks.sum))
     OwnEpisodeCredit.result = staticmethod(lambda e: e.sum_over_ranks(1.0))
     with pytest.raises(PartFault, match="prepare raised TypeError"):
-        call_prepare(OwnEpisodeCredit("mine:OwnEpisodeCredit"), episodes(ranks.sum))
+        call_prepare(OwnEpisodeCredit(name="mine:OwnEpisodeCredit"), episodes(ranks.sum))
 
 
 def test_a_mistake_in_a_loss_of_the_whole_batch_is_named() -> None:
@@ -182,7 +196,7 @@ def test_what_is_right_comes_back_as_it_is() -> None:
     assert call_loss(OwnLoss(lambda s, a: output), tokens, ONES) is output
     nothing = tokens.select(torch.zeros(N, dtype=torch.bool))
     for worth in (Worth(ONES), Worth(ONES, ONES[:2], ONES[:2], ONES[:2].long())):
-        assert call_credit(OwnCredit("mine:OwnCredit", worth=worth), tokens, None, None) is worth  # type: ignore[arg-type]
+        assert call_credit(OwnCredit(name="mine:OwnCredit", worth=worth), tokens, None, None) is worth  # type: ignore[arg-type]
     empty = LossOutput(torch.zeros(0), {}, torch.zeros(0))
     assert call_loss(OwnLoss(lambda s, a: empty), nothing, ONES[:0]) is empty, "no token has no gradient"
 

@@ -116,13 +116,17 @@ class NoRoom(Scores):
     def write(self, step, metrics, time_s):
         raise OSError(28, "No space left on device")
 
-class NoRoomAtAll:
+class NoRoomAtAll(Scores):
     def __init__(self, directory):
         raise OSError(28, "No space left on device")
 
-class LoggedOut:
+class LoggedOut(Scores):
     def __init__(self, directory):
         raise RuntimeError("log in first")
+
+class Timeless(Scores):
+    def write(self, step, metrics):
+        pass
 """
 
 
@@ -238,6 +242,7 @@ def test_a_writer_that_cannot_be_made_is_named(own: Path) -> None:
     [
         ("[tensorbord]", ["run.metric_writers=tensorbord is not known", "did you mean tensorboard?", "module:Class"]),
         ("[tensorboard,nowhere:Writer]", ["run.metric_writers=nowhere:Writer", "PYTHONPATH"]),
+        ("['my_writers:Timeless']", ["its write takes (step, metrics), and is called with (step, metrics, time_s)"]),
         ("['my_writers:Score']", ["run.metric_writers=my_writers:Score", "my_writers has no Score"]),
     ],
 )
