@@ -1,6 +1,7 @@
 """Communication between processes: the only package with ZeroMQ and shared memory. numpy only, no torch.
 
-Other packages use `LearnerEndpoint` or `ActorEndpoint`. Behind them, from the top down:
+Other packages make a `LearnerEndpoint` or an `ActorEndpoint`; of the modules behind these they import the types of what
+these give and take, such as `Receiver`, `Ticket` and `RunDirectory`. From the top down:
 
 - transport: messages, sessions and acknowledgements between actors and a learner rank
 - tickets: permits to play an episode, and the bound on staleness
