@@ -86,7 +86,7 @@ class ChatFormat:
 
     @classmethod
     def of(cls, policy: Path, system_prompt: str) -> "ChatFormat":
-        """With the tokenizer in a policy's directory. Raises ModelRefused where it, or its template, cannot be used."""
+        """Make it with the tokenizer in a policy's directory. Raises ModelRefused where it, or its template, fails."""
         try:
             return cls(AutoTokenizer.from_pretrained(policy), system_prompt)
         except Exception as error:

@@ -393,7 +393,7 @@ class Trainer:
         return share
 
     def watch(self, trajectories: Sequence[Trajectory], taught: Sequence[Trajectory], entropy: float) -> None:
-        """Entropy and length over all ranks: the bonus follows its target, and a collapse is said aloud."""
+        """Entropy and length over all ranks: the bonus follows its target, and a collapse raises an alarm."""
         entropy, tokens, length, score, count = self.ranks.sum(
             [
                 entropy,

@@ -66,6 +66,7 @@ FAMILIAR_CHOICES = {
     "algorithm=impala": "vtrace algorithm.loss=truncated_is",
     "algorithm=areal": f"decoupled_ppo algorithm.loss.proximal=recomputed {_SYMMETRIC} learner.minibatches=4",
     "engine=vllm": "sglang",
+    "engine=embedded": "torch",
     "engine=hf": "torch",
 }
 """Names that others have for what our presets name: the word, and the choice, with the further words that make it that

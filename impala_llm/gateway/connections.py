@@ -30,7 +30,7 @@ class ServerLog(logging.LoggerAdapter[logging.Logger]):
         self._warnings = warnings
 
     def exception(self, msg: object, *args: object, exc_info: Any = True, **wishes: Any) -> None:
-        """As of `logging.Logger`."""
+        """Log an error as `logging.Logger.exception` does; malformed HTTP is limited in rate."""
         if isinstance(exc_info, HttpProcessingError):
             self._warnings.log("gateway, malformed HTTP", repr(exc_info)[:200])
         else:

@@ -45,7 +45,7 @@ class Outcome:
 
     @classmethod
     def of(cls, result: Any) -> "Outcome":
-        """From a number, or a dict with some of reward, score, success, stats, rewards.
+        """Read a number, or a dict with some of reward, score, success, stats, rewards.
 
         Raises:
             ValueError: it is neither, or a number in it is not finite.

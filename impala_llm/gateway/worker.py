@@ -223,7 +223,7 @@ class Worker:
 
 
 def _read_commands(loop: asyncio.AbstractEventLoop, commands: BinaryIO, handle: Callable[[Any], None]) -> None:
-    """In a thread, so that also a process whose loop is blocked ends with its actor."""
+    """Read commands, in a thread: a process whose loop is blocked ends with its actor too."""
     try:
         for line in commands:
             if line.endswith(b"\n"):  # else the actor was killed while it wrote

@@ -80,7 +80,7 @@ class PolicyModel(nn.Module):
     def from_pretrained(
         cls, directory: Path, value_hidden_size: int | None = 0, value_trunk_gradient: bool = False
     ) -> "PolicyModel":
-        """From a Hugging Face directory, weights in float32; its value head too, if it has one of the same shape.
+        """Load from a Hugging Face directory, weights in float32; its value head too, if it has one of the same shape.
 
         Raises ModelRefused for files that are damaged, and for models that are not written for packed rows.
         """

@@ -20,7 +20,7 @@ from impala_llm.pipeline.shm.record import decode_record, record_bytes
 from impala_llm.trajectory import Trajectory
 
 TOLERANCE = 0.03
-"""Difference between the most and the least loaded rank, in units of the mean load, that is let be."""
+"""Difference between the most and the least loaded rank, in units of the mean load, that is not worth an exchange."""
 
 
 class WorkBalance:

@@ -47,6 +47,7 @@ def test_its_options_are_settings(own: Path) -> None:
         (["engine.name=torhc"], ["engine.name=torhc is not known", "did you mean torch?", "sglang", "module:Class"]),
         (["engine.name=vllm"], ["engine.name=vllm is not known", "torch, sglang"]),
         (["engine=vllm"], ["engine=vllm is not known: here it is engine=sglang"]),
+        (["engine=embedded"], ["engine=embedded is not known: here it is engine=torch"]),
         (["engine.name=nowhere:Engine"], ["engine.name=nowhere:Engine", "nowhere", "PYTHONPATH"]),
         (["engine.name=my_engine:Bell"], ["engine.name=my_engine:Bell", "my_engine has no Bell"]),
         (["engine.name=unfinished:NoSetup"], ["unfinished:NoSetup", "it takes (), and is called with (setup)"]),

@@ -81,7 +81,7 @@ class SGLangEngine:
         self.max_length = max_length
         self.weights = ReplicaWeights(in_flight, is_fed, weights, lambda: self._changed.wait())
         self._request_timeout_s = request_timeout_s
-        self._home: dict[str, Replica] = {}
+        self._replica_of: dict[str, Replica] = {}
         self.answers: dict[str, Answer] = {}
         """Answers under way, by session."""
         self._changed = asyncio.Event()
@@ -91,8 +91,8 @@ class SGLangEngine:
         """Servers, once they are known."""
         if not callable(servers):
             self._take(servers)
-        self._keepers: list[asyncio.Task[None]] = []
-        self._errands: set[asyncio.Task[None]] = set()
+        self._supervision: list[asyncio.Task[None]] = []
+        self._background: set[asyncio.Task[None]] = set()
         self._stats = EngineStats()
         self._busy_since = 0.0
         self._closed = False
@@ -107,7 +107,7 @@ class SGLangEngine:
         if callable(self._servers):
             self._take(await self._servers())
         self._http = open_http()
-        self._keepers = [asyncio.create_task(replica.keep()) for replica in self.replicas]
+        self._supervision = [asyncio.create_task(replica.keep()) for replica in self.replicas]
         try:
             while not all(replica.version is not None for replica in self.replicas):
                 for replica in self.replicas:
@@ -167,7 +167,7 @@ class SGLangEngine:
     def release(self, session_id: str) -> None:
         """Forget the server of a session; a running answer is aborted. Unknown ids are ignored."""
         self.abort(session_id)
-        self._leave_home(session_id)
+        self._leave_replica(session_id)
 
     def abort(self, session_id: str | None = None) -> None:
         """End one session's answer, or all: callers get the tokens so far, with reason "abort"."""
@@ -178,9 +178,9 @@ class SGLangEngine:
             answer.aborted = True
             grace = 0.0
             if answer.rid:
-                client = self._home[name].client
+                client = self._replica_of[name].client
                 assert client is not None
-                self._run_errand(client.abort(answer.rid))
+                self._run_in_background(client.abort(answer.rid))
                 grace = ABORT_GRACE_S
             if answer.timer is not None and not answer.timer.expired():
                 answer.timer.reschedule(asyncio.get_running_loop().time() + grace)
@@ -206,7 +206,7 @@ class SGLangEngine:
         while True:
             changed = self._changed
             async with self.weights.lock:
-                serving = [replica for replica in self.replicas if replica.version is not None]
+                serving = [each for each in self.replicas if each.version is not None]
                 if serving:
                     await self._load(serving, directory, version)
                     if any(replica.version is not None for replica in serving):
@@ -246,7 +246,7 @@ class SGLangEngine:
         directory = Path(source.path).absolute()
         self.weights.check_layout(directory)
         async with self.weights.lock:
-            serving = [replica for replica in self.replicas if replica.version is not None]
+            serving = [each for each in self.replicas if each.version is not None]
             await self._load(serving, directory, source.version, anew=True)
 
     async def _label(self, replica: Replica) -> int | None:
@@ -286,13 +286,13 @@ class SGLangEngine:
         self._notify()
         while self.answers:
             await self._changed.wait()
-        for keeper in self._keepers:
-            keeper.cancel()
-        if self._errands:
-            await asyncio.wait(self._errands, timeout=ABORT_GRACE_S)
-        for errand in self._errands:
-            errand.cancel()
-        await asyncio.gather(*self._keepers, *self._errands, return_exceptions=True)
+        for task in self._supervision:
+            task.cancel()
+        if self._background:
+            await asyncio.wait(self._background, timeout=ABORT_GRACE_S)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._supervision, *self._background, return_exceptions=True)
         await asyncio.gather(*(replica.server.close() for replica in self.replicas))
         if self._http is not None:
             await self._http.close()
@@ -319,16 +319,16 @@ class SGLangEngine:
         while True:
             self._check_open()
             changed = self._changed
-            home = self._home.get(session_id)
-            if home is None or home.version is None:
-                serving = [replica for replica in self.replicas if replica.version is not None]
+            replica = self._replica_of.get(session_id)
+            if replica is None or replica.version is None:
+                serving = [each for each in self.replicas if each.version is not None]
                 if serving:
-                    self._leave_home(session_id)
-                    home = min(serving, key=lambda replica: (not replica.is_open, replica.sessions, replica.running))
-                    self._home[session_id] = home
-                    home.sessions += 1
-            if home is not None and home.is_open:
-                return home
+                    self._leave_replica(session_id)
+                    replica = min(serving, key=lambda each: (not each.is_open, each.sessions, each.running))
+                    self._replica_of[session_id] = replica
+                    replica.sessions += 1
+            if replica is not None and replica.is_open:
+                return replica
             if self.failure is not None:
                 raise self.failure
             await changed.wait()
@@ -346,7 +346,7 @@ class SGLangEngine:
                     answer.receive(piece)
         finally:
             if not answer.request_ended and not replica.suspected.is_set():
-                self._run_errand(replica.client.abort(answer.rid))
+                self._run_in_background(replica.client.abort(answer.rid))
             answer.rid = ""
             replica.running -= 1
             if not any(other.running for other in self.replicas):
@@ -394,10 +394,10 @@ class SGLangEngine:
             for server in servers
         ]
 
-    def _leave_home(self, session_id: str) -> None:
-        home = self._home.pop(session_id, None)
-        if home is not None:
-            home.sessions -= 1
+    def _leave_replica(self, session_id: str) -> None:
+        replica = self._replica_of.pop(session_id, None)
+        if replica is not None:
+            replica.sessions -= 1
 
     def _notify(self) -> None:
         """Wake all tasks that wait for a change in servers or answers."""
@@ -410,13 +410,13 @@ class SGLangEngine:
         if self._http is None:
             raise EngineError("the engine was not started: await start() first")
 
-    def _run_errand(self, errand: Coroutine[Any, Any, None]) -> None:
-        """Run a call in the background; a lost server is ignored."""
+    def _run_in_background(self, call: Coroutine[Any, Any, None]) -> None:
+        """Run a call without waiting for it; a lost server is ignored."""
 
         async def run() -> None:
             with contextlib.suppress(ServerLost, EngineError):
-                await errand
+                await call
 
         task = asyncio.create_task(run())
-        self._errands.add(task)
-        task.add_done_callback(self._errands.discard)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

@@ -352,7 +352,7 @@ class RunDirectory:
 
 @dataclass(frozen=True)
 class Left:
-    """What a dead owner has left under the name of a run."""
+    """A run directory whose owner is dead, with what it says of that owner."""
 
     run: RunDirectory
     output: str | None
