@@ -17,14 +17,19 @@ def other_methods(part: type, like: type) -> str:
         like: base class or protocol; its methods are called with as many arguments as it has parameters.
     """
     lacking = []
+    may_set = {
+        name for base in part.__mro__ for each in vars(base).values() if inspect.isfunction(each)
+        for name in each.__code__.co_names
+    }  # fmt: skip
     for base in like.__mro__:
         for method, expected in vars(base).items():
             own = inspect.getattr_static(part, method, None)
             if not inspect.isfunction(expected) or (method.startswith("_") and method != "__call__") or own is expected:
                 continue
             names = list(inspect.signature(expected).parameters)
-            if own is None and not hasattr(part, "__getattr__"):
-                lacking.append(method)
+            if own is None:
+                if method not in may_set and not hasattr(part, "__getattr__"):  # on its instances
+                    lacking.append(method)
             elif inspect.isfunction(own) and (takes := other_signature(own, names)):
                 return f"its {method} takes {takes}, and is called with ({', '.join(names[1:])})"
     return f"it lacks {', '.join(lacking)}" if lacking else ""

@@ -46,6 +46,12 @@ class Plain(Empty):
 class Short:
     def tasks(self, split): return range(1)
 
+class Delegating:
+    name, system_prompt = "delegating", ""
+    def __init__(self, size: int = 1):
+        suite = Empty()
+        self.tasks, self.session, self.signature = suite.tasks, suite.session, suite.signature
+
 class Still(Empty):
     def session(self): return None
 
@@ -136,6 +142,10 @@ def test_without_options_the_parameters_are_its_settings(own: Path) -> None:
     assert load(["experiment=saved.yaml"]) == config
     changed = load(["experiment=saved.yaml", "env.args.extra.side.right=3", "env.args.size=2"]).env.args
     assert changed == args | {"extra": {"side": {"left": 2, "right": 3}}, "size": 2}
+
+
+def test_its_methods_may_be_set_when_it_is_made(own: Path) -> None:
+    assert load(["model=scratch", "env=odd:Delegating", "env.args.size=3"]).env.args == {"size": 3}
 
 
 def test_who_takes_arguments_of_any_name_gets_them(own: Path) -> None:
