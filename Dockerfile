@@ -5,11 +5,13 @@
 # A short training run ends each build: it tries the image out, and compiles the loops. Their code is kept beside the
 # package, and is good for hosts with the same kind of CPU as the one that built the image. On others each start compiles
 # again, unless the user may write into the package or sets NUMBA_CACHE_DIR, to a folder that nobody else can write to.
+# Process 1 is tini: it passes signals on, which a process 1 without handlers ignores, and collects orphans that end.
 
 # SGLang's own image carries the CUDA toolkit that its kernels are compiled with at run time.
 ARG SGLANG_IMAGE=lmsysorg/sglang:v0.5.21
 
 FROM python:3.11-slim AS cpu
+RUN apt-get update && apt-get install -y --no-install-recommends tini && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/impala_llm
 RUN pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu --no-deps "torch==2.13.0+cpu"
 COPY pyproject.toml constraints.txt README.md LICENSE ./
@@ -20,9 +22,10 @@ RUN --mount=type=tmpfs,target=/dev/shm \
     impala-llm train experiment=corridor learner.total_updates=2 model.device=cpu run.terminal=false run.dir=/tmp/trial \
  && rm -r /tmp/trial
 WORKDIR /workspace
-ENTRYPOINT ["impala-llm"]
+ENTRYPOINT ["tini", "--", "impala-llm"]
 
 FROM ${SGLANG_IMAGE} AS gpu
+RUN apt-get update && apt-get install -y --no-install-recommends tini && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/impala_llm
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY configs configs
@@ -37,4 +40,4 @@ RUN --mount=type=tmpfs,target=/dev/shm \
     impala-llm train experiment=corridor learner.total_updates=2 model.device=cpu run.terminal=false run.dir=/tmp/trial \
  && rm -r /tmp/trial
 WORKDIR /workspace
-ENTRYPOINT ["impala-llm"]
+ENTRYPOINT ["tini", "--", "impala-llm"]

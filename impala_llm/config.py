@@ -38,6 +38,7 @@ from impala_llm.plugs import (
     option_fields,
     parts_with,
 )
+from impala_llm.processes.cgroups import most_cores
 from impala_llm.settings import PACKAGE, AlgorithmConfig, Config, EngineConfig, EnvConfig, leaves
 
 _TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
@@ -363,8 +364,9 @@ def plain(value: Any) -> Any:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    """Cores that this process may use, by its affinity and by the quota of its container."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return int(min(there, most_cores()))
 
 
 def threads_per_process(config: Config) -> int:

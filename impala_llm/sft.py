@@ -19,7 +19,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -51,6 +50,7 @@ from impala_llm.observability.writers import MetricWriter
 from impala_llm.processes.stop_signals import StopSignals
 from impala_llm.processes.supervised import say
 from impala_llm.settings import Config
+from impala_llm.sft_settings import changed, check_facts, facts, keep
 from impala_llm.trajectory import Trajectory, TrajectoryError
 from impala_llm.writable_folders import try_to_write, writing_to
 
@@ -163,9 +163,11 @@ class WarmStart:
         self.folder = Path(sft.dir)
         self.owner = owner
         self.files = with_learned(policy_files(policy), data.catalogues)
-        self.base = base_checksum(policy) if config.model.lora.rank else None
-        """Checksum of the weights that adapters are learned on; None: there are no adapters."""
+        base = base_checksum(policy) if config.model.lora.rank else None
+        self.facts = facts(config, data.checksum, base)
         self.log = MetricLog()
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # those of a pod, or of torchrun
+            os.environ.pop(name, None)
         self.ranks = Ranks(config.model.device)
         torch.manual_seed(config.run.seed)
         model = PolicyModel.from_pretrained(policy, config.model.value_hidden_size, config.model.value_trunk_gradient)
@@ -183,6 +185,7 @@ class WarmStart:
         """Updates after which the losses were last measured, and written."""
         self.is_changing = False
         """Whether the weights are being changed."""
+        self.are_settings_kept = False
         stops.holds_back = stops.waits_on = lambda: self.is_changing
         self.checkpointer = Checkpointer(self.folder / STATE, max(1, config.learner.checkpoints_kept))
         self.checkpointer.begin()
@@ -209,8 +212,12 @@ class WarmStart:
     @property
     def progress(self) -> float:
         """Share that is over, by updates or by time, whichever is further."""
-        share, minutes = self.update / self.total, self.config.sft.max_minutes
-        return min(1.0, share if minutes is None else max(share, self.seconds / 60 / minutes))
+        return self.share(self.update, self.seconds)
+
+    def share(self, updates: int, seconds: float) -> float:
+        """Return the share that is over after so many updates and so much time."""
+        share, minutes = updates / self.total, self.config.sft.max_minutes
+        return min(1.0, share if minutes is None else max(share, seconds / 60 / minutes))
 
     def run(self) -> None:
         """Learn to the end, and save the result."""
@@ -237,6 +244,7 @@ class WarmStart:
         self.is_changing = True
         self.imitation.step(self.update, progress)
         self.update += 1
+        self.keep_settings()
         self.is_changing = False
         self.tokens_since += sum(row.num_tokens for row in rows)
         self.stops.check()
@@ -280,23 +288,13 @@ class WarmStart:
         say(f"sft: update {self.update} of {self.total}, {self.progress:.0%}: {', '.join(parts)}")
         self.said_at, self.tokens_since, self.told = now, 0, self.update
 
-    # --- checkpoints and result
+    # --- settings, checkpoints and result
 
-    def facts(self) -> dict[str, Any]:
-        """Settings without which a saved state means nothing."""
-        sft, model = self.config.sft, self.config.model
-        return {
-            "model.path": model.path,
-            **{f"model.lora.{name}": value for name, value in vars(model.lora).items()},
-            "model.value_hidden_size": model.value_hidden_size,
-            "model.value_trunk_gradient": model.value_trunk_gradient,
-            "run.seed": self.config.run.seed,
-            "sft.batch_size": sft.batch_size,
-            "sft.held_out_tasks": sft.held_out_tasks,
-            "sft.min_score": sft.min_score,
-            "sft.data": self.data.checksum,
-            "weights": self.base,
-        }
+    def keep_settings(self) -> None:
+        """Write the settings into the folder, the first time that this is called."""
+        if not self.are_settings_kept:
+            keep(self.config)
+            self.are_settings_kept = True
 
     def go_on(self) -> None:
         """Take over the newest checkpoint of the folder, if there is one."""
@@ -310,21 +308,18 @@ class WarmStart:
             return
         checkpoint = CheckpointReader(manifest)
         plain = checkpoint.plain(0)
-        for key, value in self.facts().items():
-            before = plain["facts"][key]
-            if before != value:
-                differs = {
-                    "sft.data": "other demonstrations",
-                    "weights": f"adapters of other weights than model.path={self.config.model.path} has now",
-                }.get(key, f"{key}={before}, and not {value}")
-                raise ConfigError(
-                    f"sft.dir={self.folder} holds a warm start with {differs}: name another folder, or put that back"
-                )
+        check_facts(self.config, plain["facts"], self.facts)
         if manifest.update > self.total:
             key = "max_updates" if self.total == self.config.sft.max_updates else "epochs"
             raise ConfigError(
                 f"sft.{key}={getattr(self.config.sft, key)} ends after {self.total} updates, and sft.dir={self.folder} "
                 f"has learned in {manifest.update} updates already: set it to at least as many, or another sft.dir"
+            )
+        others = changed(self.config)
+        if others and self.share(manifest.update, 60 * manifest.minutes_used) >= 1.0:
+            raise ConfigError(
+                f"sft.dir={self.folder} holds a warm start that has finished, and would learn nothing with "
+                f"{'; '.join(others)}: set another sft.dir, or remove the folder"
             )
         # As newest ones they would count among those that are kept, and new ones be removed at once.
         for path, reason in zip(checkpoints(self.folder / STATE), passed_over, strict=False):
@@ -335,6 +330,8 @@ class WarmStart:
         self.update, self.used_s = manifest.update, 60 * manifest.minutes_used
         self.measured = self.told = self.update
         say(f"sft: going on from update {self.update}, checkpoint {manifest.path}")
+        if others:
+            say(f"sft: going on with {'; '.join(others)}")
 
     def checkpoint(self) -> None:
         """Begin to write a checkpoint of the last update that is over."""
@@ -345,7 +342,7 @@ class WarmStart:
             version=self.update,
             run_id=0,
             minutes_used=self.seconds / 60,
-            plain={"facts": self.facts(), "budget": self.imitation.budget.state_dict()},
+            plain={"facts": self.facts, "budget": self.imitation.budget.state_dict()},
             records={},
             tensors=tensors_of(model, self.imitation.optimizer, is_main=True),
             policy=dict(model.policy_weights()) if exports else {},
@@ -408,8 +405,9 @@ def warm_start(config: Config, folders: Sequence[Path]) -> Path:
         data = load_data(config, policy, folders)
         stops = StopSignals()
         warm = WarmStart(config, data, policy, owner, stack, stops)
-        with writing_to(f"sft.dir={folder}"):  # only now: what is refused leaves the settings of the one that is there
-            (folder / "config.yaml").write_text(to_yaml(config))
+        if warm.update == 0:  # else once an update was made with them
+            with writing_to(f"sft.dir={folder}"):
+                warm.keep_settings()
         model = warm.imitation.model
         for caution in [*slow_precision(config, model.lm.device), *other_value_head(config, model)]:
             say(f"sft: {caution}")

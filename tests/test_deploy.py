@@ -27,6 +27,7 @@ SBATCH_OPTIONS = {
     "exclusive": "",
     "gpus-per-node": r"\d+",
     "job-name": r"[\w-]+",
+    "no-kill": "",
     "nodes": r"\d+",
     "ntasks-per-node": "1",
     "open-mode": "append|truncate",
@@ -74,6 +75,12 @@ def test_slurm_scripts_are_shell_with_directives_that_sbatch_takes(script: Path)
     for _, line in found:
         option = re.fullmatch(r"#SBATCH --([a-z-]+)(?:=(\S+))?", line)
         assert option and re.fullmatch(SBATCH_OPTIONS[option[1]], option[2] or ""), line
+
+
+def test_actors_outlive_a_node_that_fails() -> None:
+    """The option of srun is for its step alone: without that of sbatch, Slurm ends the job."""
+    text = (DEPLOY / "slurm/actors.sh").read_text()
+    assert "#SBATCH --no-kill" in text.splitlines() and re.search(r"\bsrun .*--no-kill\b", text)
 
 
 @pytest.mark.system
@@ -233,6 +240,63 @@ def test_kubernetes_manifests_start_both_sides_with_settings_that_fit(mounts: di
     assert actors_job["completionMode"] == "Indexed" and actors_job["completions"] == actors_job["parallelism"]
     # Each relay can fetch a version of its own.
     assert learner.pipeline.weight_slots >= actors_job["parallelism"] + 2
+
+
+def kubernetes_job(name: str) -> dict[str, Any]:
+    """The `spec` of a Job."""
+    text = (DEPLOY / "kubernetes/run.yaml").read_text()
+    [found] = [
+        each["spec"] for each in yaml.safe_load_all(text) if (each["kind"], each["metadata"]["name"]) == ("Job", name)
+    ]
+    return found
+
+
+def test_actors_give_their_gpus_back_when_their_learner_does_not_come_back(mounts: dict[str, Path]) -> None:
+    """Long enough for a learner that is started again, on another node too: it may wait for that."""
+    settings = load([f"experiment={mounts['settings']}"])
+    patience_s = settings.pipeline.learner_timeout_s
+    assert patience_s is not None and 3600 <= patience_s <= 6 * 3600
+    job = kubernetes_job("impala-actors")
+    [wait] = re.findall(r"timeout (\d+) sh -c", job["template"]["spec"]["initContainers"][0]["command"][-1])
+    assert int(wait) == patience_s
+    # They end with 1 then, and with 2 for settings that will fail again: neither is begun anew.
+    assert job["template"]["spec"]["restartPolicy"] == "Never"  # which a policy of failures is for
+    [final, disrupted] = job["podFailurePolicy"]["rules"]
+    assert final["action"] == "FailIndex" and {1, 2, 124} == set(final["onExitCodes"]["values"])
+    assert disrupted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
+    composed = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    assert composed["services"]["actors"]["restart"] == "on-failure:1"  # each time they wait anew
+
+
+def test_a_pod_of_actors_waits_for_the_learner_s_name_and_not_for_ever(tmp_path: Path) -> None:
+    script = kubernetes_job("impala-actors")["template"]["spec"]["initContainers"][0]["command"][-1]
+    waiting = script[script.index("exec timeout") :]
+    write_program(tmp_path / "getent", "import os, sys; sys.exit(int(os.environ['FOUND'] != '1'))")
+    for found, limit_s, status in (("0", "0.1", 124), ("1", "60", 0)):
+        environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "FOUND": found}
+        command = re.sub(r"timeout \d+", f"timeout {limit_s}", waiting)
+        assert subprocess.run(["sh", "-c", command], env=environment, timeout=60).returncode == status
+
+
+def test_several_pods_read_the_volume_of_the_models() -> None:
+    for name in ("impala-learner", "impala-actors"):
+        [claim] = [v for v in kubernetes_job(name)["template"]["spec"]["volumes"] if v["name"] == "models"]
+        assert claim["persistentVolumeClaim"]["readOnly"]
+    assert "ReadOnlyMany" in (DEPLOY / "kubernetes/run.yaml").read_text()
+
+
+def test_the_first_process_of_each_image_is_an_init() -> None:
+    """As process 1 a program without handlers ignores SIGTERM, and its orphans' children stay as zombies."""
+    stages = re.split(r"^FROM ", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)[1:]
+    assert len(stages) == 2
+    for stage in stages:
+        assert re.search(r"apt-get install .*\btini\b", stage)
+        assert re.findall(r"^ENTRYPOINT (.*)$", stage, re.MULTILINE) == ['["tini", "--", "impala-llm"]']
+    for name in ("impala-learner", "impala-actors"):
+        [container] = kubernetes_job(name)["template"]["spec"]["containers"]
+        assert "command" not in container  # which would take the place of the entry point
+    composed = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    assert not any("entrypoint" in service for service in composed["services"].values())
 
 
 def test_compose_starts_both_sides_with_settings_that_fit(mounts: dict[str, Path]) -> None:

@@ -18,7 +18,7 @@ from impala_llm.launch import child_environment
 from impala_llm.pipeline.network.keys import make_keys
 from impala_llm.pipeline.shm.actor_claims import claimed_servers
 from impala_llm.pipeline.shm.run_directory import RunDirectory, remove_run_dir
-from impala_llm.processes import child_processes
+from impala_llm.processes import cgroups, child_processes
 from impala_llm.processes.child_processes import FAMILY, MAX_RESTARTS, Child, exit_reason, keep_alive
 from impala_llm.processes.supervised import HUGE_PAGES
 
@@ -77,8 +77,14 @@ def test_actors_beside_those_of_another_supervisor_have_names_and_logs_of_their_
     assert actors[1].log == Path(config.run.dir) / "logs" / "actor-5.log"
 
 
+def have_cores(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Have so many cores, also where the tests run in a container with a limit."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(number)), raising=False)
+    monkeypatch.setattr(cgroups, "ROOT", Path("/nowhere"))
+
+
 def test_cores_are_divided_among_all_processes_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    have_cores(monkeypatch, 16)
     config = load(OVERRIDES)
     assert threads_per_process(config) == 3  # 16 cores, 2 ranks and 3 actors
     children = launch.plan(config, OVERRIDES)
@@ -89,7 +95,7 @@ def test_cores_are_divided_among_all_processes_of_the_host(monkeypatch: pytest.M
 
 def test_the_learners_ranks_take_no_cores_of_a_host_of_actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_keys(tmp_path / "keys")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(32)), raising=False)
+    have_cores(monkeypatch, 32)
     words = ["experiment=toy", "learner.num_ranks=4", f"pipeline.keys={tmp_path / 'keys'}"]
     connect, bind = "pipeline.connect=tcp://127.0.0.1:7400", "pipeline.bind=tcp://127.0.0.1:7400"
     assert threads_per_process(load([*words, connect, "actor.num_actors=1"])) == 32

@@ -195,6 +195,16 @@ def test_the_result_is_a_model_directory_that_a_run_begins_from(tmp_path: Path, 
     assert main(["evaluate", "--config", str(tmp_path / "sft" / "config.yaml"), "evaluation.num_tasks=5"]) == 0
 
 
+def test_ranks_of_the_environment_are_not_waited_for(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a pod, or in a shell that torchrun has started: a single process learns."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)  # with it torch would wait, and not fail at once
+    assert (warm_start(tmp_path, tiny_model, "sft.max_updates=1") / "policy" / "model.safetensors").is_file()
+
+
 def test_one_that_was_cut_short_goes_on_to_the_same_weights(tmp_path: Path, tiny_model: Path, recorded: Path) -> None:
     whole = warm_start(tmp_path / "whole", tiny_model, "sft.max_updates=7", f"sft.data=[{recorded}]")
     warm_start(tmp_path, tiny_model, "sft.max_updates=3")

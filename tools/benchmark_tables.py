@@ -55,7 +55,11 @@ def number(value: object) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("results", type=Path)
-    results = [json.loads(line) for line in parser.parse_args().results.read_text().splitlines()]
+    path = parser.parse_args().results
+    try:
+        results = [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        parser.error(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
     before, _, rest = DOCUMENT.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
     DOCUMENT.write_text(f"{before}{BEGIN}\n" + "\n".join(map(section, results)) + f"{END}{after}")

@@ -29,6 +29,8 @@ def main() -> int:
     parser.add_argument("--updates", type=int, default=400, help="of the run: more than are made by the last loss")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     arguments = parser.parse_args()
+    if min(arguments.losses, arguments.minutes, arguments.updates) <= 0:
+        parser.error("--losses, --minutes and --updates must be above 0")
     rng = random.Random(arguments.seed)
     mean_s = 60 * arguments.minutes / arguments.losses
 

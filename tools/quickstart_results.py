@@ -28,6 +28,8 @@ COLUMNS = (
     "learner/trained_tokens_per_s", "time/idle_share", "time/step_s", "weights/publish_s", "mismatch/logprob_mean",
 )  # fmt: skip
 OUT = Path(__file__).resolve().parent.parent / "docs" / "results" / "quickstart"
+FILES = ("tensorboard/metrics.jsonl", "evaluation.json", "config.yaml")
+"""Files of a finished run that are read."""
 SMOOTHING = 20
 """Updates in the running mean of the picture."""
 
@@ -121,6 +123,9 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+", help="folders of finished runs (run.dir)")
     parser.add_argument("--picture", default="curve.png", help="name of the file with the curves, beside the data")
     args = parser.parse_args()
+    for file in (run / name for run in args.runs for name in FILES):
+        if not file.is_file():
+            parser.error(f"{file} is missing: name folders of finished runs")
     OUT.mkdir(parents=True, exist_ok=True)
     curves, evaluations = {}, {}
     for run in args.runs:

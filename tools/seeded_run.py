@@ -10,12 +10,12 @@ on-policy (η = 0): each batch is played by the weights it trains. `reuse_*` tra
 differ from 1.
 """
 
+import argparse
 import asyncio
 import hashlib
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -107,8 +107,13 @@ async def train(config: Config, num_batches: int, updates_each: int) -> dict[str
     return {"updates": updates, "sha256": checksum.hexdigest()}
 
 
-def main(names: Sequence[str]) -> int:
+def main() -> int:
     """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="run; all of them without a name")
+    names = parser.parse_args().names
+    if unknown := [name for name in names if name not in RUNS]:
+        parser.error(f"{unknown[0]} is no run: choose of {', '.join(RUNS)}")
     disable_progress_bar()
     torch.set_num_threads(1)
     found = {}
@@ -123,4 +128,4 @@ def main(names: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -5,7 +5,8 @@
 #
 # learner.num_ranks must be what the learner has: its ports are counted from it. With engine=sglang each node has as many
 # actors as its GPUs hold servers; otherwise ACTORS says how many, by default one. A node that is lost, and a job of
-# actors that ends or joins, is no error: the learner goes on with those that it has.
+# actors that ends or joins, is no error: the learner goes on with those that it has. With the first node of a job, where
+# this script runs, the job ends.
 #
 # --exclusive: a node's /dev/shm takes the learner or one job of actors of a run, and is refused to a second.
 #SBATCH --job-name=impala-actors
@@ -17,6 +18,7 @@
 #SBATCH --time=24:00:00
 #SBATCH --signal=TERM@60
 #SBATCH --requeue
+#SBATCH --no-kill
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 set -euo pipefail

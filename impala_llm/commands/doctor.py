@@ -34,6 +34,7 @@ from impala_llm.launch import plan
 from impala_llm.observability.terminal import working
 from impala_llm.pipeline.network.listener import try_to_connect
 from impala_llm.pipeline.shm.run_directory import shared_memory
+from impala_llm.processes.cgroups import most_memory
 from impala_llm.processes.child_processes import Child, end
 from impala_llm.settings import PACKAGE, Config, model_directory
 
@@ -164,12 +165,11 @@ def versions() -> Finding:
 
 def processor_and_memory() -> Finding:
     """Cores and memory; both are for information."""
-    memory = psutil.virtual_memory()
-    cores = num_cores()
-    return Finding(
-        "cores, memory",
-        f"{cores} cores, {memory.total / 1e9:.1f} GB, {memory.available / 1e9:.1f} GB of them available",
-    )
+    memory, limit = psutil.virtual_memory(), most_memory()
+    state = f"{memory.total / 1e9:.1f} GB, {memory.available / 1e9:.1f} GB of them available"
+    if limit < memory.total:
+        state = f"{limit / 1e9:.1f} GB, the limit of this container"
+    return Finding("cores, memory", f"{num_cores()} cores, {state}")
 
 
 def gpu_names() -> list[str]:

@@ -9,6 +9,7 @@ import psutil
 from impala_llm.commands.preflight import float32_bytes, layer_parameters
 from impala_llm.config import ConfigError
 from impala_llm.gpus import deal_gpus, visible_gpus
+from impala_llm.processes.cgroups import most_memory
 from impala_llm.settings import Config
 
 STATE_BYTES, FROZEN_BYTES = 16, 4
@@ -71,7 +72,7 @@ def look(config: Config, gpus: Sequence[Mapping[str, Any]]) -> tuple[str, list[s
         held += config.num_actors * needs.engine
     start = needs.num_processes * needs.read
     state += f"; of the host {start:.1f} GB at the start, {needs.copied:.1f} GB for the copy of a checkpoint"
-    there = psutil.virtual_memory().total / 1e9
+    there = min(psutil.virtual_memory().total, most_memory()) / 1e9
     smaller = "take a smaller model or more memory"
     if held + needs.copied > there:
         fix = "set learner.checkpoints_kept=0, which writes none, or "

@@ -1,0 +1,54 @@
+"""Limits of this process's control groups, such as those of a container: cores and memory.
+
+A container sees all cores and all the memory of its host; what it may use of them stands in files of cgroups(7) alone.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+def most_cores() -> float:
+    """Return the number of cores, a whole one, that the quota of CPU time allows; infinite without one."""
+    limits = [math.inf]
+    for folder in _folders("cpu"):
+        # Version 2 has both numbers in one file, version 1 in two.
+        text = _text(folder / "cpu.max") or _text(folder / "cpu.cfs_quota_us") + _text(folder / "cpu.cfs_period_us")
+        if text and not text.startswith(("max", "-1")):
+            quota, period = map(int, text.split())
+            limits.append(math.ceil(quota / period))
+    return min(limits)
+
+
+def most_memory() -> float:
+    """Return the bytes of memory that the groups allow; infinite without a limit."""
+    limits = [math.inf]
+    for folder in _folders("memory"):
+        text = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
+        if text and not text.startswith("max"):
+            limits.append(int(text))
+    return min(limits)
+
+
+def _folders(controller: str) -> Iterator[Path]:
+    """Folders, there or not, of this process's groups that a controller may limit, and of their parents."""
+    for line in _text(ROOT / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        folder = ROOT / "sys/fs/cgroup" / controllers  # of version 2 none are named
+        yield folder
+        # A container may be told its path on the host, while its own group lies at the root.
+        for part in path.split("/"):
+            folder /= part
+            yield folder
+
+
+def _text(file: Path) -> str:
+    """Return what a file says; empty where it cannot be read."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
