@@ -32,6 +32,7 @@ from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.envs.webshop.suite import tasks_name
 from impala_llm.gateway.agents import AgentFailed, AgentPlayer
 from impala_llm.gateway.tasks import suite_of
+from impala_llm.learning.checkpoints.files import write_file
 from impala_llm.learning.policy_files import resolve_policy
 from impala_llm.observability.intervals import change_interval, score_interval, wilson_interval
 from impala_llm.observability.terminal import working
@@ -402,9 +403,12 @@ def compare(config: Config) -> list[Result]:
     console = Console()
     show(results, examples, console)
     pairs = paired(results, *policies)
-    texts = show_differences(pairs, console)
-    (Path(config.run.dir) / "evaluation.json").write_text(results_json(results) + "\n")
-    write_comparison(config, *pairs[0], "\n".join(texts))
+    text = "\n".join(show_differences(pairs, console))
+    try:
+        write_file(Path(config.run.dir) / "evaluation.json", [f"{results_json(results)}\n".encode()])
+    except OSError as error:  # as on a full disk: the run is over, and its policy is saved
+        print(f"impala-llm: {config.run.dir}/evaluation.json cannot be written ({error.strerror}): copy the table")
+    write_comparison(config, *pairs[0], text)
     return results
 
 

@@ -263,6 +263,7 @@ class Learner:
             self.endpoint.restore(past.tickets)
             self.ranks.barrier()
         if self.ranks.is_main:
+            self.owner.look()  # before anything is written: another one may have begun at the same time
             versions = self.checkpointer.versions
             versions.run_id = self.endpoint.run_dir.run_id
             if origin.is_lost:  # on the disk first: what lies in another host's shared memory is stale from now on
@@ -275,6 +276,7 @@ class Learner:
         """Writer of the metrics, on rank 0. Those of a run that begins again are replaced from its start on."""
         if not self.ranks.is_main:
             return None
+        self.owner.look()
         folder, names = self.run_folder / "tensorboard", self.config.run.metric_writers
         writer = stack.enter_context(MetricWriter(folder, names, -1 if origin.begins else self.update))
         writer.write_text("settings", to_yaml(self.config))

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,12 +16,23 @@ from impala_llm import cli, launch
 from impala_llm.commands import parser as commands
 from impala_llm.commands.settings_reference import markdown, reference
 from impala_llm.config import known_keys, load
+from impala_llm.learning.checkpoints.policy_folders import replace_folder
+from impala_llm.processes.stop_signals import STOP_SIGNALS
 from impala_llm.settings import ASSETS
 
 
 @pytest.fixture(autouse=True)
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Handlers of this process as they were."""
+    before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGALRM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("word", ["--help", "-h"])
@@ -116,10 +128,9 @@ def test_commands_are_printed_as_a_shell_finds_them(
     own.mkdir(parents=True)
     for name in ("python", "impala-llm", "tensorboard"):
         (own / name).touch(0o755)
-    for name in ("policy", "tensorboard"):
-        (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "run" / "tensorboard").mkdir(parents=True)
     monkeypatch.setattr(sys, "executable", str(own / "python"))
-    monkeypatch.setattr(launch, "supervise", lambda config, overrides: 0)
+    monkeypatch.setattr(launch, "supervise", lambda config, overrides: (tmp_path / "run" / "policy").mkdir() or 0)
     monkeypatch.setenv("PATH", str(own) if is_on_path else "/nowhere")
     monkeypatch.chdir(tmp_path)
     assert cli.main(["train", "experiment=toy", f"run.dir={tmp_path}/run", "evaluation.before_and_after=false"]) == 0
@@ -314,13 +325,72 @@ def test_a_runs_config_means_the_policy_that_it_has_learned(
     assert cli.main(words) == 0
     assert capsys.readouterr().err == ""
     (tmp_path / "logs").mkdir()  # a run's folder: its start is not what it has learned
+    (tmp_path / "checkpoints" / "update-000020").mkdir(parents=True)  # without a policy, which could not be written
     assert cli.main(words) == 2
-    assert f"{tmp_path}/policy is not there: the run" in capsys.readouterr().err
-    newest = tmp_path / "checkpoints" / "update-000020" / "policy"
-    newest.mkdir(parents=True)
-    assert cli.main(words) == 2
-    assert f"model.path={newest} plays another" in capsys.readouterr().err
+    assert f"{tmp_path}/policy is not there, nor a checkpoint with one: the run" in capsys.readouterr().err
     assert played == [str(tmp_path / "policy"), "tiny_shopper", "tiny_shopper", "tiny_shopper"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "in_checkpoints", "played"),
+    [
+        (4, [78, 9], "checkpoints/update-000078/policy"),
+        (None, [78], "checkpoints/update-000078/policy"),  # killed before its first end
+        (78, [9, 78], "policy"),
+        (79, [78], "policy"),  # without room for its last checkpoint
+    ],
+)
+def test_the_newest_policy_of_a_run_is_played_and_its_update_said(
+    saved: int | None,
+    in_checkpoints: list[int],
+    played: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As in a run that has ended once, goes on, and is evaluated meanwhile or after it was killed."""
+    from impala_llm import evaluate
+
+    paths: list[str] = []
+    monkeypatch.setattr(evaluate, "main", lambda config, as_json: paths.append(config.model.path) or 0)
+    assert cli.main(["train", "experiment=quickstart", "--dry-run"]) == 0
+    (tmp_path / "config.yaml").write_text(capsys.readouterr().out.partition("# threads")[0])
+    (tmp_path / "logs").mkdir()
+    for update in in_checkpoints:
+        shutil.copytree(ASSETS / "tiny_shopper", tmp_path / "checkpoints" / f"update-{update:06d}" / "policy")
+    if saved is not None:
+        shutil.copytree(ASSETS / "tiny_shopper", tmp_path / "policy")
+        (tmp_path / "policy" / "training.json").write_text(json.dumps({"update": saved}))
+    update = max(saved or 0, *in_checkpoints)
+    for last, more in ((update, ""), (update + 5, f" (the metrics of the run go to update {update + 5})")):
+        (tmp_path / "tensorboard").mkdir(exist_ok=True)
+        (tmp_path / "tensorboard" / "metrics.jsonl").write_text(f'{{"step": {last}, "learner/version": {last}}}\n')
+        assert cli.main(["evaluate", "--config", f"{tmp_path}/config.yaml"]) == 0
+        said = f"playing what the run has learned, {tmp_path}/{played}, of update {update}{more}; model.path plays"
+        assert said in capsys.readouterr().err
+    assert paths == [str(tmp_path / played)] * 2
+
+
+@pytest.mark.parametrize(("code", "saves"), [(0, True), (143, True), (137, False), (4, False)])
+def test_an_evaluation_is_recommended_where_this_start_has_saved_the_policy(
+    code: int,
+    saves: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """That of an earlier start stays where the learner has died too often, or has found no room."""
+    (tmp_path / "policy").mkdir()
+
+    def supervised(*_: object) -> int:
+        if saves:
+            (tmp_path / "new").mkdir()
+            replace_folder(tmp_path / "new", tmp_path / "policy")
+        return code
+
+    monkeypatch.setattr(launch, "supervise", supervised)
+    assert cli.main(["train", "experiment=toy", "evaluation.before_and_after=false", f"run.dir={tmp_path}"]) == code
+    assert ("evaluate it: " in capsys.readouterr().out) == saves
 
 
 def test_an_evaluation_of_the_start_says_how_to_play_what_the_run_has_learned(
@@ -437,19 +507,23 @@ def test_a_setting_that_is_written_as_an_option_is_named_as_it_is_written(capsys
         assert capsys.readouterr().err == f"impala-llm: {words[0]} is no option of this command: {hint}\n"
 
 
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_an_interrupted_evaluation_after_training_names_the_command_that_makes_its_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(_config: object) -> None:
-        raise KeyboardInterrupt
+        if signal.getsignal(number) == signal.SIG_DFL:
+            pytest.fail("the signal would end this process")
+        os.kill(os.getpid(), number)
 
     (tmp_path / "policy").mkdir()
     monkeypatch.setattr("impala_llm.launch.supervise", lambda *_: 0)
     monkeypatch.setattr("impala_llm.commands.preflight.check_training", lambda _config: None)
     monkeypatch.setattr("impala_llm.evaluate.compare", interrupt)
     words = ["experiment=toy", "evaluation.before_and_after=true", f"run.dir={tmp_path}"]
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as ended:
         commands.train(load(words), words, False)
+    assert ended.type is KeyboardInterrupt if number == signal.SIGINT else ended.value.code == 128 + number
     said = capsys.readouterr().out
     assert "the evaluation was interrupted; training has finished, and its policy is saved" in said
     assert "impala-llm evaluate" in said and str(tmp_path) in said

@@ -245,6 +245,23 @@ def test_before_and_after_are_shown_and_kept(config: Config, monkeypatch: pytest
     assert b"score 0.250 to 1.000" in event.tensor_proto.string_val[0]
 
 
+def test_a_comparison_without_room_for_its_file_is_shown_and_logged_all_the_same(
+    config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """/dev/full takes nothing, as a disk that is full."""
+    for name in ("evaluation.json", "evaluation.json.new"):
+        (tmp_path / name).symlink_to("/dev/full")
+    suite = make_suite(config.env)
+    engines = iter([ScriptedEngine(letter_id(config, "a")), ScriptedEngine(None)])
+    monkeypatch.setattr(evaluation, "make_engine", lambda config, policy, version: next(engines))
+    played = [evaluate(config, resolve_policy(config), suite, name, "toy")[0] for name in ("before", "after")]
+    monkeypatch.setattr(evaluation, "evaluate_policies", lambda *_: (played, []))
+    assert evaluation.compare(config) == played
+    said = capsys.readouterr().out
+    assert f"{tmp_path}/evaluation.json cannot be written (No space left on device)" in said
+    assert [event.value for event in events_of(tmp_path / "tensorboard").Scalars("evaluation/after_score")] == [1.0]
+
+
 def test_a_table_names_policies_numbers_and_intervals() -> None:
     result = Result("after", "toy, split test", 40, 0.5, (0.4, 0.6), 0.25, (0.14, 0.4), 3.0, 17.4, (0.5,) * 40)
     console = Console(file=io.StringIO(), width=200)

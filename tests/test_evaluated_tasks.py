@@ -40,6 +40,7 @@ def test_the_files_of_a_catalogue_and_the_goals_of_people_are_named(tmp_path: Pa
     assert found == [f"webshop, {catalogue}, num_products=40, goals=human, split train"]
 
 
+@pytest.mark.parametrize("folder", ["policy", "checkpoints/update-000004/policy"])
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -49,10 +50,10 @@ def test_the_files_of_a_catalogue_and_the_goals_of_people_are_named(tmp_path: Pa
     ],
 )
 def test_other_settings_of_the_tasks_than_those_of_the_training_are_named(
-    tmp_path: Path, words: list[str], said: str | None
+    tmp_path: Path, words: list[str], said: str | None, folder: str
 ) -> None:
     gym = ["env=reasoning_gym", "env.args.task=chain_sum"]
-    policy = tmp_path / "run" / "policy"
+    policy = tmp_path / "run" / folder
     policy.mkdir(parents=True)
     (policy / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(load([*gym, "model=scratch", "env.args.num_train=200"])))

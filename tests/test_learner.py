@@ -7,13 +7,16 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 
+from impala_llm import learner as learner_module
 from impala_llm.config import ConfigError, load
 from impala_llm.learner import Learner, learn, main
 from impala_llm.learning.checkpoints.files import VersionMark, read_manifest
@@ -97,7 +100,7 @@ def test_versions_are_reserved_also_where_checkpoints_are_switched_off_amid_a_ru
 def test_a_learner_says_where_the_metrics_of_an_update_were_lost_with_the_one_before_it(
     tmp_path: Path, last: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Killed after it had published the version, or begun a checkpoint of it."""
+    """Killed after it had published the version, or begun a checkpoint of it; or its disk was full."""
     config = load(["experiment=toy", f"run.name=test-{uuid.uuid4().hex[:12]}", f"run.dir={tmp_path}"])
     config.run.terminal = False
     for start in (Start(), Start(run_id=77)):
@@ -107,7 +110,8 @@ def test_a_learner_says_where_the_metrics_of_an_update_were_lost_with_the_one_be
         rows = [json.dumps({"step": step, "learner/version": step}) for step in range(1, last + 1)]
         (tmp_path / "tensorboard" / "metrics.jsonl").write_text("".join(f"{row}\n" for row in rows))
     said = capsys.readouterr().out
-    assert ("died before it had logged updates after 3: curves leave them out" in said) == (last == 3)
+    note = "the updates after 3, up to 4, were not logged (their learner died, or its disk was full): curves leave them"
+    assert (note in said) == (last == 3)
 
 
 def test_work_since_the_last_checkpoint_stays_in_memory_where_checkpoints_are_switched_off(tmp_path: Path) -> None:
@@ -167,6 +171,33 @@ def test_a_learner_whose_run_another_has_gone_on_with_saves_nothing_at_its_end(
     assert not (tmp_path / "policy").exists() and not list((tmp_path / "checkpoints").glob("update-*"))
     assert json.loads((tmp_path / "owner.json").read_text())["id"] == "other"
     assert find_run(config.run.name) is None, "what lies in shared memory is stale"
+
+
+@pytest.mark.parametrize("amid", ["make_model", "suite_of"])
+def test_a_learner_that_finds_another_s_name_as_it_begins_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, amid: str
+) -> None:
+    """The other one began in the same moment and wrote its name last."""
+    config = load(["experiment=toy", f"run.name=test-{uuid.uuid4().hex[:12]}", f"run.dir={tmp_path}"])
+    config.run.terminal = False
+    with ExitStack() as stack:
+        learner = Learner(config, Ranks("cpu"), stack, Start(), Mock(number=0))
+        learner.update = learner.version = 4
+    metrics = tmp_path / "tensorboard" / "metrics.jsonl"
+    metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 12)))  # of the other one, which is faster
+    kept = {path: path.read_bytes() for path in (metrics, tmp_path / "checkpoints" / "versions.json")}
+    run_id = read_manifest(tmp_path / "checkpoints" / "update-000004").run_id
+    other = {"id": "other", "host": "node-7", "space": "another boot", "pid": 12, "started": 1.0, "beats": 0}
+
+    def taken(do: Callable[..., object], *words: object) -> object:
+        (tmp_path / "owner.json").write_text(json.dumps(other))
+        return do(*words)
+
+    monkeypatch.setattr(learner_module, amid, partial(taken, getattr(learner_module, amid)))
+    with pytest.raises(FolderTaken, match="process 12 on node-7 has gone on with the run"), ExitStack() as stack:
+        Learner(config, Ranks("cpu"), stack, Start(run_id=run_id), Mock(number=0))
+    changed = [path.name for path, content in kept.items() if path.read_bytes() != content]
+    assert changed == ([] if amid == "make_model" else ["versions.json"])
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])

@@ -16,8 +16,11 @@ from impala_llm.config import ConfigError, config_folder, load
 from impala_llm.engines.base import EngineError
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.gpus import visible_gpus, with_num_actors
+from impala_llm.learning.checkpoints.files import checkpoints, update_of
+from impala_llm.learning.checkpoints.policy_folders import trained_update
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 from impala_llm.processes.programs import how_to_evaluate, program
+from impala_llm.processes.stop_signals import StopSignals
 from impala_llm.settings import Config, model_directory
 
 USAGE = """\
@@ -76,7 +79,7 @@ Plays held-out tasks greedily and prints scores, intervals and some episodes to
 read, with the rules and scripts that the environment has for comparison, and
 with evaluation.start the difference to the policy it began as. The policy is
 that of model.path; with the config.yaml of a run's folder, and no model.path
-beside it, the one that the run has learned.
+beside it, the newest that the run has saved, at its end or in a checkpoint.
   --config FILE   settings from a YAML file; the same as experiment=FILE
   --json          print the result as JSON""",
     "demonstrate": """\
@@ -246,18 +249,20 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
     if is_dry:
         return 0
 
-    code = supervise(config, overrides)
     folder = Path(config.run.dir)
+    before = written_at(folder / "policy")
+    code = supervise(config, overrides)
     if code == 0 and config.evaluation.before_and_after:
         with working("loading what evaluates the policy"):
             from impala_llm.evaluate import compare
         try:
+            StopSignals()  # SIGTERM and SIGHUP interrupt it as Ctrl-C does
             compare(config)
         except (KeyboardInterrupt, SystemExit):
             print("impala-llm: the evaluation was interrupted; training has finished, and its policy is saved")
             print(how_to_evaluate(folder), flush=True)
             raise
-    if code != BAD_SETTINGS and (folder / "policy").is_dir():
+    if code != BAD_SETTINGS and written_at(folder / "policy") != before:  # else it is of an earlier start
         print(how_to_evaluate(folder))
     parts = [name for name in ("policy", "policy-best", "logs", "tensorboard") if (folder / name).is_dir()]
     if "tensorboard" in parts and "tensorboard" in config.run.metric_writers:
@@ -265,6 +270,11 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
     print(f"impala-llm: {', '.join(parts)} are in {folder}")
     discard_lost_output()
     return code
+
+
+def written_at(folder: Path) -> int | None:
+    """Time of the last change of the names in a folder, in nanoseconds since the epoch; None where there is none."""
+    return folder.stat().st_mtime_ns if folder.is_dir() else None
 
 
 def actors(config: Config, overrides: list[str], _flagged: bool) -> int:
@@ -287,8 +297,9 @@ def evaluate(config: Config, overrides: list[str], as_json: bool) -> int:
 
     learned, folder = learned_policy(overrides), Path(config.run.dir)
     if learned is not None:
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(learned)))
-        print(f"impala-llm: playing what the run has learned, {learned}; model.path plays another", file=sys.stderr)
+        policy, of = learned
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(policy)))
+        print(f"impala-llm: playing what the run has learned, {policy}{of}; model.path plays another", file=sys.stderr)
     elif model_directory(f"{folder}/policy") and not any(w.startswith(("model=", "model.path=")) for w in overrides):
         print(f"impala-llm: playing the policy that training starts from; {how_to_evaluate(folder)}", file=sys.stderr)
     check_evaluation(config)
@@ -330,24 +341,34 @@ def recorded(config: Config) -> Path:
         return record(config)
 
 
-def learned_policy(overrides: Sequence[str]) -> Path | None:
-    """The policy beside the config.yaml of a run's folder, if the settings come from there and name no other one.
+def learned_policy(overrides: Sequence[str]) -> tuple[Path, str] | None:
+    """Find the newest policy that a run has on its disk, if the settings are those of its folder and name no other one.
+
+    Returns:
+        The policy's folder, and words that say of which update it is. None: the settings are of no run, or name a
+        policy.
 
     Raises:
         ConfigError: the run has saved none, so that its start would be taken for what it has learned.
     """
+    from impala_llm.observability.writers import last_metrics
+
     given = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
     file = Path(given.get("experiment", "")).expanduser()
-    policy = file.parent / "policy"
     if file.name != "config.yaml" or given.keys() & {"model", "model.path"}:
         return None
-    if model_directory(str(policy)) is not None:
-        return policy
-    if not (file.parent / "logs").is_dir():
-        return None  # a file of settings, and no run's folder
-    checkpoints = sorted((file.parent / "checkpoints").glob("update-*[0-9]/policy"))
-    other = f"model.path={checkpoints[-1]}" if checkpoints else "model.path=DIRECTORY"
-    raise ConfigError(
-        f"{policy} is not there: the run in {file.parent} has saved no policy, which it does at its end; "
-        f"{other} plays another"
-    )
+    last = file.parent / "policy"
+    updates = {last: trained_update(last), **{path / "policy": update_of(path) for path in checkpoints(file.parent)}}
+    there = [path for path in updates if model_directory(str(path)) is not None]
+    if not there:
+        if not (file.parent / "logs").is_dir():
+            return None  # a file of settings, and no run's folder
+        raise ConfigError(
+            f"{last} is not there, nor a checkpoint with one: the run in {file.parent} has saved no policy yet; "
+            "model.path=DIRECTORY plays another"
+        )
+    newest = max(there, key=updates.__getitem__)
+    update = updates[newest]
+    logged = int(last_metrics(file.parent / "tensorboard").get("step", update))
+    of = f", of update {update}" if update >= 0 else ""
+    return newest, of + (f" (the metrics of the run go to update {logged})" if logged > update else "")

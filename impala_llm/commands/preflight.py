@@ -109,7 +109,10 @@ def unfit_policy(config: Config) -> str | None:
     if directory is not None and config.plays_shop and (found_seed := _learned_catalogue(config, directory)):
         return found_seed
     with contextlib.suppress(OSError, yaml.YAMLError, KeyError, TypeError, AttributeError):
-        trained = None if directory is None else yaml.safe_load((directory.parent / "config.yaml").read_text())
+        run = directory if directory is None else directory.parent
+        if run is not None and run.parent.name == "checkpoints":
+            run = run.parent.parent
+        trained = None if run is None else yaml.safe_load((run / "config.yaml").read_text())
         agent = {} if trained is None else trained.get("agent") or {}
         if trained is None or agent.get("name") or agent.get("command"):  # an agent's tasks are its own
             return None

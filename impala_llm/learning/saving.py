@@ -4,6 +4,7 @@ Invariant: a checkpoint is of the end of an update. What a signal interrupts ami
 the weights have not changed; once they have, it is not saved.
 """
 
+import json
 import logging
 import os
 import shutil
@@ -20,7 +21,7 @@ from safetensors import SafetensorError
 from impala_llm.learning.batch_source import BatchSource
 from impala_llm.learning.checkpoints.files import name_of
 from impala_llm.learning.checkpoints.past import Past
-from impala_llm.learning.checkpoints.policy_folders import replace_folder
+from impala_llm.learning.checkpoints.policy_folders import TRAINING_FILE, replace_folder
 from impala_llm.learning.checkpoints.reader import CheckpointReader
 from impala_llm.learning.checkpoints.writer import (
     POLICY,
@@ -249,8 +250,9 @@ class Saving:
         """
         ranks, is_saved = self._parts.ranks, True
         aside = target.with_name(f"{target.name}.new-{os.getpid()}")
+        files = {**self._parts.files, TRAINING_FILE: json.dumps({"update": update}).encode()}
         try:
-            self._parts.publisher.export.save(aside, self._parts.files)
+            self._parts.publisher.export.save(aside, files)
             if ranks.is_main:
                 replace_folder(aside, target)
         except Exception as error:

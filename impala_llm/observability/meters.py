@@ -218,4 +218,7 @@ class Meters:
         """
         self._progress |= {name: metrics[name] for name in self._progress if name in metrics}
         if self._ranks.is_main and (last := int(metrics.get("step", update))) < update:
-            say(f"learner: an earlier learner died before it had logged updates after {last}: curves leave them out")
+            say(
+                f"learner: the updates after {last}, up to {update}, were not logged (their learner died, or its disk "
+                "was full): curves leave them out"
+            )

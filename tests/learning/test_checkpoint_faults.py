@@ -58,6 +58,30 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_said_and_the_new_one_counts
     assert names(tmp_path) == ["update-000002", "update-000003"]
 
 
+def test_a_checkpoint_that_was_moved_and_linked_goes_as_others_do_and_what_the_link_leads_to_stays(
+    tmp_path: Path, policy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpointer = write(tmp_path, policy, 1, 2, num_kept=2)
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("update-000001", "update-000002"):
+        (folder / name).rename(elsewhere / name)
+        (folder / name).symlink_to(elsewhere / name)
+    model, optimizer = make(policy)
+    assert checkpointer.save(make_state(3, model, optimizer, policy)) and checkpointer.wait()
+    assert names(tmp_path) == ["update-000002", "update-000003"]
+    assert checkpointer.save(make_state(2, model, optimizer, policy)) and checkpointer.wait()  # anew
+    assert names(tmp_path) == ["update-000002", "update-000003"] and not (folder / "update-000002").is_symlink()
+    Checkpointer(tmp_path, 2).begin()
+    assert capsys.readouterr().out == ""
+    assert sorted(path.name for path in elsewhere.glob("*/manifest.json")) == ["manifest.json"] * 2
+    for suffix in (".new", ".old", ".damaged"):  # as an earlier release has left them
+        (folder / f"update-000002{suffix}").symlink_to(elsewhere / "update-000002")
+    checkpoint_files.remove_unfinished(tmp_path)
+    checkpoint_files.set_aside(folder / "update-000002")
+    assert names(tmp_path) == ["update-000002.damaged", "update-000003"]
+
+
 def refuse_links(path: Path, target: object) -> None:
     raise PermissionError(errno.EPERM, "Operation not permitted")
 

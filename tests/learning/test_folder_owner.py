@@ -144,7 +144,8 @@ def test_a_folder_that_was_taken_since_the_last_beat_is_noticed_and_left_alone(t
 
 def test_a_learner_that_was_frozen_ends_where_another_has_gone_on_and_has_ended_since(tmp_path: Path) -> None:
     with FolderOwner(tmp_path, beat_s=1000.0) as frozen:
-        with FolderOwner(tmp_path, beat_s=1000.0):
+        lost = json.loads((tmp_path / FILE).read_text())["id"]
+        with FolderOwner(tmp_path, lost=lost, beat_s=1000.0):
             pass
         assert wait(tmp_path) == []
         assert frozen.is_taken()
@@ -181,10 +182,48 @@ def test_a_learner_that_is_started_again_leaves_the_folder_to_one_that_has_gone_
     assert released and json.loads((tmp_path / FILE).read_text())["id"] == "other"
 
 
+def test_a_learner_that_begins_beside_a_living_one_of_its_host_leaves_the_folder_to_it(tmp_path: Path) -> None:
+    """Both were started before either had its name there: the folder was free when it was looked at."""
+    with FolderOwner(tmp_path, beat_s=BEAT_S):
+        first = json.loads((tmp_path / FILE).read_text())["id"]
+        with pytest.raises(FolderTaken, match="has gone on with the run"):
+            FolderOwner(tmp_path, silence_s=DEADLINE_S).__enter__()
+        assert json.loads((tmp_path / FILE).read_text())["id"] == first
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_two_that_begin_at_the_same_moment_the_one_whose_name_does_not_stay_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_first: bool
+) -> None:
+    """The other one has looked at the folder at the same moment, and writes just before this one does: without an
+    earlier record that name stays. Beside an earlier record it writes just after."""
+    open_file, close_file = os.open, os.close
+
+    def open_late(*words: object) -> int:
+        if is_first:
+            of_another_host(tmp_path, 0)
+        return open_file(*words)
+
+    def close_early(file: int) -> None:
+        close_file(file)
+        if not is_first:
+            of_another_host(tmp_path, 0)
+
+    if not is_first:
+        with FolderOwner(tmp_path):
+            pass
+    owner = FolderOwner(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(FolderTaken, match="process 12 on node-7"):
+        patch.setattr(os, "open", open_late)
+        patch.setattr(os, "close", close_early)
+        owner.__enter__()
+    assert json.loads((tmp_path / FILE).read_text())["id"] == "other"
+
+
 def test_a_learner_that_is_started_again_on_its_host_takes_its_folder_at_once(tmp_path: Path) -> None:
     with FolderOwner(tmp_path, beat_s=1000.0):
         killed = json.loads((tmp_path / FILE).read_text())
-    note(tmp_path, killed)
+    note(tmp_path, killed | {"started": killed["started"] - 1})
     with FolderOwner(tmp_path, silence_s=1000.0) as owner:
         owner.look()
 

@@ -151,6 +151,30 @@ def test_what_a_run_with_another_folder_left_in_memory_is_not(settings: list[str
     assert f"is removed, and its actors are told to end: {other}" in removed
 
 
+@pytest.mark.parametrize("holds_run", [False, True])
+def test_work_of_another_run_that_memory_alone_holds_is_not_removed(
+    holds_run: bool, settings: list[str], tmp_path: Path
+) -> None:
+    """As after a disk that had no room for its policy. Without unsaved work, or where its folder is gone, it is."""
+    other = tmp_path.resolve() / "other"
+    other.mkdir()
+    leave_in_memory(settings, other)
+    if holds_run:
+        make_run(settings, 20)
+    name = name_of_run(settings)
+    left = f"/dev/shm/impala_llm-{os.getuid()}-{name}"
+    said = refusal(settings)
+    assert (
+        said.startswith(f"run.name={name}: {left} ") and f"run.dir={other}" in said and "set another run.name" in said
+    )
+    assert find_run(name) is not None
+    other.rmdir()
+    assert "is removed, and its actors are told to end" in how_to_start(load(settings)).notes[0]
+    other.mkdir()
+    find_run(name).run.release()
+    assert "is removed, and its actors are told to end" in how_to_start(load(settings)).notes[0]
+
+
 def test_what_actors_of_another_host_left_in_memory_is_not(settings: list[str]) -> None:
     """Their supervisor has a folder of the run's name as well, for the weights; it is of no folder on the disk."""
     empty = [*settings, f"run.dir={load(settings).run.dir}-new"]
@@ -464,7 +488,8 @@ def test_options_of_own_parts_that_yaml_has_as_text_are_the_same(
         "class Mode(enum.Enum):\n"
         "    EASY = 1\n"
         "    HARD = 2\n"
-        "class Suite:\n"
+        "from impala_llm.envs.toy import ParrotSuite\n"
+        "class Suite(ParrotSuite):\n"
         "    def __init__(self, mode: Mode = Mode.EASY, data: Path = Path('tasks.json')):\n"
         "        pass\n"
         "@dataclass\n"

@@ -1,6 +1,7 @@
 """Saving at a rank: what is written where the disk, or whatever else, refuses a part of it."""
 
 import errno
+import json
 import os
 import threading
 import uuid
@@ -21,12 +22,13 @@ from impala_llm.learner import Learner
 from impala_llm.learning import saving as saving_module
 from impala_llm.learning.checkpoints import writer as checkpoint
 from impala_llm.learning.checkpoints.files import checkpoints, newest_whole, update_of
+from impala_llm.learning.checkpoints.policy_folders import trained_update
 from impala_llm.learning.checkpoints.reader import CheckpointReader
 from impala_llm.learning.checkpoints.resume import Start
 from impala_llm.learning.checkpoints.writer import Checkpointer
 from impala_llm.learning.lora import adapter_tensors, add_adapters
 from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.model_files import model_checksum
+from impala_llm.learning.model_files import model_checksum, policy_files
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.origin import Origin, make_model
 from impala_llm.learning.parallel import Ranks
@@ -117,6 +119,18 @@ def test_a_policy_that_cannot_be_saved_amid_a_run_does_not_end_it(
     assert not saving.save_policy(tmp_path / "run" / "policy-5", 5)
     said = capsys.readouterr().out
     assert "policy of update 5 cannot be saved" in said and "this model cannot be written so" in said
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_a_saved_policy_says_of_which_update_it_is_and_one_that_learns_on_from_it_does_not(
+    tmp_path: Path, lora_rank: int
+) -> None:
+    saving, _ = make_saving(tmp_path, lora_rank)
+    assert saving.save_policy(tmp_path / "policy", 4)
+    assert json.loads((tmp_path / "policy" / "training.json").read_text()) == {"update": 4}
+    assert saving.save_policy(tmp_path / "policy", 78)
+    assert trained_update(tmp_path / "policy") == 78
+    assert "training.json" not in policy_files(tmp_path / "policy")
 
 
 def test_the_last_checkpoint_is_written_again_where_it_has_failed(

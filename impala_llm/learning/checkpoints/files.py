@@ -20,13 +20,13 @@ then renamed. What has happened to the disk since is found by sizes and checksum
 import json
 import os
 import re
-import shutil
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from impala_llm.learning.checkpoints.policy_folders import remove_folder
 from impala_llm.processes.limited_warnings import RateLimitedWarnings
 
 FORMAT = 2
@@ -189,7 +189,7 @@ def set_aside(path: Path) -> Path:
         Its new path. An earlier one of that name is removed.
     """
     target = path.with_name(path.name + DAMAGED)
-    shutil.rmtree(target, ignore_errors=True)
+    remove_folder(target)
     path.rename(target)
     best = path.with_name(BEST)
     if best.is_symlink() and os.readlink(best) == path.name:
@@ -208,12 +208,12 @@ def remove_unfinished(run_folder: Path, but: Path | None = None) -> list[str]:
     folder = run_folder / FOLDER
     for path in list(folder.glob(f"update-*{REPLACED}")):
         if path.with_suffix("").exists():
-            shutil.rmtree(path, ignore_errors=True)
+            remove_folder(path)
         else:
             path.rename(path.with_suffix(""))
     found = [path for path in sorted(folder.glob(f"update-*{NEW}")) if path != but]
     for path in found:
-        shutil.rmtree(path, ignore_errors=True)
+        remove_folder(path)
     return [path.name.removesuffix(NEW) for path in found]
 
 
@@ -229,7 +229,7 @@ def remove_old(run_folder: Path, num_kept: int) -> list[str]:
             except OSError as error:
                 failed.append(f"{path} cannot be removed ({error.strerror})")
             else:
-                shutil.rmtree(gone, ignore_errors=True)
+                remove_folder(gone)
     return failed
 
 

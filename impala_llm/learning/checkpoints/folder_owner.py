@@ -5,6 +5,14 @@ begin looks at the number: while it changes, the first one lives, and the second
 after a lost host, the second takes the folder; should the first come back after all, it finds another's name there, and
 ends. The name stays when a learner has ended, and is marked as over. On one host the system says at once whether a
 process lives.
+
+Two that begin within seconds may both find the folder free. Where the file is not there, one of them creates it, and
+the other finds its name. Where both take the place of an earlier one, the name that is written last stays: a learner
+looks again when it has loaded its model, before it writes versions and metrics, and ends if it finds another's. So two
+write to one folder only if one of them stands still between its first look and its write for longer than the other
+loads its model, and then until the other's next beat. NFS, from version 3 on, lets only one create the file as well,
+and a look opens the file anew, so that it finds what another host has closed. It may find the content of before, up to
+a minute by default, where the mount has `nocto` or the server's times do not tell two writes apart.
 """
 
 import json
@@ -54,7 +62,8 @@ class FolderOwner:
         silence_s: seconds without a change after which a learner of another host counts as lost.
 
     Raises:
-        FolderTaken: on entering, a living learner of another host has the folder, as after a restart of this one.
+        FolderTaken: on entering, another living learner has the folder, as after a restart of this one, or where both
+            have begun at the same time.
     """
 
     def __init__(
@@ -80,12 +89,14 @@ class FolderOwner:
 
     def __enter__(self) -> Self:
         if self._is_main:
+            is_first = not self._path.exists()
             self._before = found = _read(self._path)
-            if found is not None and found["id"] != self._lost and found["space"] != _process_space():
-                self._other = _watch(self._path, found, self._silence_s)
+            if found is not None and found["id"] != self._lost and _lives(found) is not False:
+                self._other = _watch(self._path, found, self._silence_s)  # one that is being killed is silent
             self._looked_at = time.monotonic()
             self.check()
-            self._write()
+            self._write(os.O_EXCL if is_first else 0)
+            self.look()
             self._thread.start()
         return self
 
@@ -132,11 +143,11 @@ class FolderOwner:
         if found is not None and found["id"] != self._me["id"] and found != self._before:
             self._other = found
 
-    def _write(self) -> None:
+    def _write(self, flags: int = 0) -> None:
         record = {**self._me, "beats": self._beats, "over": self._is_over.is_set()}
         content = json.dumps(record).encode().ljust(_BYTES)
         with suppress(OSError):  # on a full disk training goes on, and the file keeps its length
-            file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | flags, 0o644)
             try:
                 os.write(file, content)
             finally:

@@ -15,6 +15,8 @@ CANDIDATE = "policy-candidate"
 """Folder of the policy whose evaluation is under way."""
 SCORE_FILE = "evaluation.json"
 """File of the best policy's folder: what its evaluation has found."""
+TRAINING_FILE = "training.json"
+"""File of a saved policy's folder: the update of its run. A policy that learns on from it has another one, or none."""
 _REPLACED = ".replaced"
 """Suffix of a policy while another takes its name; it counts where none has it."""
 _UNFINISHED = re.compile(r"policy.*\.new-\d+")
@@ -29,7 +31,7 @@ def replace_folder(new: Path, target: Path) -> None:
     """
     replaced = target.with_name(target.name + _REPLACED)
     if os.path.lexists(target):
-        _remove(replaced)
+        remove_folder(replaced)
         target.rename(replaced)
     try:
         new.rename(target)
@@ -37,7 +39,7 @@ def replace_folder(new: Path, target: Path) -> None:
         if os.path.lexists(replaced):
             replaced.rename(target)
         raise
-    _remove(replaced)
+    remove_folder(replaced)
 
 
 def put_policies_back(run_folder: Path) -> None:
@@ -45,12 +47,20 @@ def put_policies_back(run_folder: Path) -> None:
     for path in list(run_folder.glob(f"policy*{_REPLACED}")):
         target = path.with_name(path.name.removesuffix(_REPLACED))
         if os.path.lexists(target):
-            _remove(path)
+            remove_folder(path)
         else:
             path.rename(target)
     for path in list(run_folder.glob("policy*")):
         if _UNFINISHED.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def trained_update(policy: Path) -> int:
+    """Return the update of its run that made a saved policy; -1 where its folder is missing or does not say."""
+    try:
+        return int(json.loads((policy / TRAINING_FILE).read_text())["update"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -1
 
 
 def learned_policies(run_folder: Path) -> list[Path]:
@@ -68,7 +78,7 @@ def learned_policies(run_folder: Path) -> list[Path]:
     return found
 
 
-def _remove(path: Path) -> None:
+def remove_folder(path: Path) -> None:
     """Remove a folder, or a link to one: what it leads to stays."""
     if path.is_symlink():
         path.unlink()

@@ -48,6 +48,9 @@ _DIRECTORIES = ("model.path", "algorithm.reference", "algorithm.credit.teacher")
 _OF_THE_COMMAND = ("run.resume", "run.dir", "run.name")
 """Settings that say where and how a run goes on, and not how it trains."""
 
+_UNSAVED = "unsaved"
+"""File of a run's folder in shared memory while no disk has all of its work, see `RunDirectory.keep`."""
+
 
 @dataclass(frozen=True)
 class Start:
@@ -78,6 +81,8 @@ def how_to_start(config: Config) -> Start:
     folder, name, resume = Path(config.run.dir), config.run.name, config.run.resume
     found = find_run(name)
     found = found if found is not None and found.is_of_learner else None
+    if found is not None:
+        _keep_work_of_another(config, found)
     if not _holds_run(folder):
         return _without_folder(config, found)
     left = found if found is not None and found.output == str(folder.resolve()) else None
@@ -214,6 +219,19 @@ def _removed(name: str) -> str:
 def _removed_of_another(name: str, left: Left) -> str:
     output = left.output or "unknown"
     return f"{_removed(name)}: it is of run.dir={output}, and another run.name would have kept it"
+
+
+def _keep_work_of_another(config: Config, left: Left) -> None:
+    """Raise ConfigError where shared memory holds work of a run with another folder, which that run has not saved, and
+    which the start would remove. Where that folder is gone nobody is expected to go on with the run."""
+    folder, output = run_path(config.run.name), left.output
+    if output is None or output == str(Path(config.run.dir).resolve()) or not Path(output).is_dir():
+        return
+    if (left.run.path / _UNSAVED).exists():
+        raise ConfigError(
+            f"run.name={config.run.name}: {folder} holds what the run in run.dir={output} has learned and not saved, "
+            f"and this start would remove it: set another run.name, go on with that run first, or remove {folder}"
+        )
 
 
 def _check_sizes(config: Config, left: Left, checkpoint: Manifest | None) -> None:

@@ -51,7 +51,7 @@ from impala_llm.learning.checkpoints.files import (
     write_file,
 )
 from impala_llm.learning.checkpoints.files import checkpoints as folders_of
-from impala_llm.learning.checkpoints.policy_folders import put_policies_back
+from impala_llm.learning.checkpoints.policy_folders import put_policies_back, remove_folder
 from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.parallel import is_shared
@@ -342,7 +342,7 @@ class Checkpointer:
             target.rename(replaced)
         aside.rename(target)
         sync(self._folder)
-        shutil.rmtree(replaced, ignore_errors=True)
+        remove_folder(replaced)
         self.mark_best_if_wanted(target.name, state.version)
         with self._names:
             failed = remove_old(self._run_folder, self._num_kept)
