@@ -40,8 +40,8 @@ from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.evaluation.episodes import EvaluationEpisodes, evaluation_slots
 from impala_llm.gateway.agents import AgentFailed, AgentPlayer
 from impala_llm.gateway.tasks import suite_of
-from impala_llm.learning.policy_files import resolve_policy
-from impala_llm.learning.products import prepare_cpu, prepare_cuda
+from impala_llm.learning.policy.policy_files import resolve_policy
+from impala_llm.learning.policy.products import prepare_cpu, prepare_cuda
 from impala_llm.observability.actor_metrics import Reporter
 from impala_llm.pipeline import ActorEndpoint
 from impala_llm.pipeline.actor_endpoint import actor_name

@@ -45,8 +45,8 @@ from impala_llm.engines.base import FinishReason, Generation, SamplingParams, To
 from impala_llm.engines.sglang.external_server import reserved_servers
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import AsyncSession, Scripted, Session, Split, Suite
-from impala_llm.learning.model_files import base_checksum
-from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.learning.policy.model_files import base_checksum
+from impala_llm.learning.policy.policy_files import resolve_policy
 from impala_llm.processes.stop_signals import ToldToStop
 from impala_llm.rollout import ChatFormat, EpisodeAborted, EpisodeLimits, EpisodeSpec, Turn, play_episode
 from impala_llm.settings import Config

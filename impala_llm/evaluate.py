@@ -33,7 +33,7 @@ from impala_llm.envs.webshop.suite import tasks_name
 from impala_llm.gateway.agents import AgentFailed, AgentPlayer
 from impala_llm.gateway.tasks import suite_of
 from impala_llm.learning.checkpoints.files import write_file
-from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.learning.policy.policy_files import resolve_policy
 from impala_llm.observability.intervals import change_interval, score_interval, wilson_interval
 from impala_llm.observability.terminal import working
 from impala_llm.observability.writers import MetricWriter, last_metrics

@@ -8,10 +8,10 @@ import torch
 
 from impala_llm.algorithms.interface import PackedBatch
 from impala_llm.learning.kept_budget import conditions
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.packing import TokenBudget, memory_of_step
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.settings import Config
 from impala_llm.trajectory import Trajectory

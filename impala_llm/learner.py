@@ -47,13 +47,13 @@ from impala_llm.learning.checkpoints.kept_settings import keep_settings
 from impala_llm.learning.checkpoints.past import Past, rates_of
 from impala_llm.learning.checkpoints.resume import Start, check_folder
 from impala_llm.learning.checkpoints.writer import Checkpointer, Stateful
-from impala_llm.learning.model import policy_files
 from impala_llm.learning.origin import Origin, find_origin, make_model
 from impala_llm.learning.packing import OutOfMemory, RestartNeeded
-from impala_llm.learning.parallel import Ranks, check_ranks, exit_process
-from impala_llm.learning.policy_files import resolve_policy
-from impala_llm.learning.products import prepare_cpu, prepare_cuda
+from impala_llm.learning.policy.model import policy_files
+from impala_llm.learning.policy.policy_files import resolve_policy
+from impala_llm.learning.policy.products import prepare_cpu, prepare_cuda
 from impala_llm.learning.publishing import make_publisher, server_transport
+from impala_llm.learning.ranks.parallel import Ranks, check_ranks, exit_process
 from impala_llm.learning.saving import Moment, Parts, Saving
 from impala_llm.learning.training_time import TrainingTime, share_done
 from impala_llm.observability.actor_news import ActorNews

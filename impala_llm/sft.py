@@ -30,21 +30,21 @@ from impala_llm.demonstrations import Demonstration, DemonstrationError, fingerp
 from impala_llm.engines.base import ModelRefused
 from impala_llm.envs.webshop.learned_catalogues import learned_of, with_learned
 from impala_llm.imitation import Imitation
-from impala_llm.learning.attention_choice import choose_attention
 from impala_llm.learning.cautions import other_value_head, slow_precision
 from impala_llm.learning.checkpoints.files import CheckpointError, checkpoints, newest_whole, set_aside
 from impala_llm.learning.checkpoints.folder_owner import FolderOwner, wait_for_owner
 from impala_llm.learning.checkpoints.policy_folders import put_policies_back, replace_folder
 from impala_llm.learning.checkpoints.reader import CheckpointReader
 from impala_llm.learning.checkpoints.writer import Checkpointer, State, tensors_of
-from impala_llm.learning.lora import add_adapters, is_adapted
-from impala_llm.learning.model import PolicyModel, policy_files
-from impala_llm.learning.model_files import base_checksum
 from impala_llm.learning.packing import OutOfMemory
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.attention_choice import choose_attention
+from impala_llm.learning.policy.lora import add_adapters, is_adapted
+from impala_llm.learning.policy.model import PolicyModel, policy_files
+from impala_llm.learning.policy.model_files import base_checksum
+from impala_llm.learning.policy.policy_files import resolve_policy
+from impala_llm.learning.policy.products import prepare_cpu, prepare_cuda
 from impala_llm.learning.policy_export import PolicyExport
-from impala_llm.learning.policy_files import resolve_policy
-from impala_llm.learning.products import prepare_cpu, prepare_cuda
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.observability.writers import MetricWriter
 from impala_llm.processes.stop_signals import StopSignals

@@ -21,17 +21,17 @@ from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardScale
 from impala_llm.learning.kept_budget import NOTE, conditions
 from impala_llm.learning.mismatch import MismatchMonitor
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import AtStart, Denominators, Outcome, Rows, Rules, measured, named, objective, score
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.own_parts import call_batch_limit, call_prepare
 from impala_llm.learning.packing import TokenBudget, memory_of_step, pack
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks.parallel import Ranks
+from impala_llm.learning.ranks.work_balance import WorkBalance
 from impala_llm.learning.scoring import Scorers, action_log_probs
 from impala_llm.learning.shaped_rewards import Shaping
 from impala_llm.learning.survey import Survey
 from impala_llm.learning.update import Update, have_gradients, optimizer_steps, reason_left_out
-from impala_llm.learning.work_balance import WorkBalance
 from impala_llm.observability.metrics import MetricLog, declare
 from impala_llm.observability.stages import StageTimer
 from impala_llm.processes.limited_warnings import RateLimitedWarnings

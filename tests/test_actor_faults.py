@@ -14,7 +14,7 @@ from impala_llm.engines.base import EngineError, EngineStats, Generation, Sampli
 from impala_llm.environment_faults import EnvironmentFaults, failure_reason, is_fault
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.contract import EnvironmentFault
-from impala_llm.learning.scratch import make_scratch_policy
+from impala_llm.learning.policy.scratch import make_scratch_policy
 from impala_llm.observability.actor_metrics import Reporter
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.rollout import ENGINE_AWAITED, ChatFormat, EpisodeLimits, EpisodeSpec, play_episode

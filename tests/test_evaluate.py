@@ -22,8 +22,8 @@ from impala_llm.engines.base import Generation, SamplingParams
 from impala_llm.envs import make_suite
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.evaluate import Result, difference, evaluate, results_json, show
-from impala_llm.learning.policy_files import resolve_policy
-from impala_llm.learning.scratch import make_scratch_policy
+from impala_llm.learning.policy.policy_files import resolve_policy
+from impala_llm.learning.policy.scratch import make_scratch_policy
 from impala_llm.observability.intervals import mean_interval, score_interval, wilson_interval
 from impala_llm.observability.writers import MetricWriter
 from impala_llm.pipeline.shm.actor_claims import claimed_servers

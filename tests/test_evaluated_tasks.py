@@ -9,7 +9,7 @@ from impala_llm.config import load, to_yaml
 from impala_llm.envs.webshop.learned_catalogues import learned_of, with_learned
 from impala_llm.envs.webshop.nouns import installed_nouns
 from impala_llm.evaluate import evaluate_policies
-from impala_llm.learning.model_files import policy_files
+from impala_llm.learning.policy.model_files import policy_files
 from impala_llm.settings import model_directory
 
 DATA = Path(__file__).parent / "fixtures" / "webshop" / "data"

@@ -23,8 +23,8 @@ from impala_llm.learning.checkpoints.files import VersionMark, read_manifest
 from impala_llm.learning.checkpoints.folder_owner import FolderTaken
 from impala_llm.learning.checkpoints.resume import Start, check_folder
 from impala_llm.learning.origin import start_model
-from impala_llm.learning.parallel import Ranks
 from impala_llm.learning.publishing import VersionPublisher
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.learning.training_time import share_done
 from impala_llm.pipeline.learner_endpoint import newest_board
 from impala_llm.pipeline.shm.run_directory import RunDirectory, find_run, remove_run_dir

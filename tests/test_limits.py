@@ -16,11 +16,11 @@ from impala_llm.envs.base import Session
 from impala_llm.envs.webshop.suite import WebShopSuite
 from impala_llm.envs.webshop.synthetic import synthetic_catalogue
 from impala_llm.learning.batch_source import Batch
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import pack
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.policy.scratch import make_scratch_policy
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.learning.scoring import action_log_probs
-from impala_llm.learning.scratch import make_scratch_policy
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
 from impala_llm.settings import WebShopConfig
 from impala_llm.trainer import Trainer

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from impala_llm.checks.known_models import reasons_against
 from impala_llm.engines.base import EngineError, ModelRefused, SamplingParams
 from impala_llm.engines.embedded.engine import TorchEngine
-from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.policy.model import PolicyModel
 from tests.families import REFUSED, RIGHT, VOCABULARY, build_family, family_config
 
 MAX_LENGTH = 200
@@ -106,7 +106,7 @@ def test_the_check_sees_a_window_however_long_it_is(tmp_path: Path, monkeypatch:
     for layer in policy.lm.model.layers:
         monkeypatch.setattr(layer.self_attn.config, "sliding_window", 150)
     assert policy.check(MAX_LENGTH) < 1e-5
-    attention = "impala_llm.learning.model.nn.functional.scaled_dot_product_attention"
+    attention = "impala_llm.learning.policy.model.nn.functional.scaled_dot_product_attention"
     original = torch.nn.functional.scaled_dot_product_attention
 
     def without_mask(*args: torch.Tensor, attn_mask: object, is_causal: bool, **kwargs: object) -> torch.Tensor:

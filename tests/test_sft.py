@@ -24,7 +24,7 @@ from impala_llm.demonstrations import add_part, read
 from impala_llm.imitation import Imitation, returns_to_go
 from impala_llm.learning.checkpoints.files import newest_whole
 from impala_llm.learning.checkpoints.folder_owner import FolderOwner
-from impala_llm.learning.model import PolicyModel, policy_files
+from impala_llm.learning.policy.model import PolicyModel, policy_files
 from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.sft import STATE, WarmStart
 from impala_llm.trajectory import Trajectory

@@ -7,7 +7,7 @@ from typing import Any
 import msgpack
 import torch
 
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.ranks.parallel import Ranks
 
 
 class Meeting:

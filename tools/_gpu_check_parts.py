@@ -30,12 +30,12 @@ from impala_llm.bench._learner_loops import random_row
 from impala_llm.config import load
 from impala_llm.engines import make_engine
 from impala_llm.engines.base import SamplingParams
-from impala_llm.learning.attention import FLEX, SEGMENTS
-from impala_llm.learning.attention_choice import choose_attention, options
 from impala_llm.learning.batch_source import Batch
-from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.parallel import Ranks
-from impala_llm.learning.products import prepare_cuda
+from impala_llm.learning.policy.attention import FLEX, SEGMENTS
+from impala_llm.learning.policy.attention_choice import choose_attention, options
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.policy.products import prepare_cuda
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.pipeline.shm.run_directory import shared_memory
 from impala_llm.processes.child_processes import FAMILY, Child, end
 from impala_llm.trainer import Trainer

@@ -32,9 +32,9 @@ from impala_llm.envs import make_suite
 from impala_llm.envs.base import Split, Suite
 from impala_llm.envs.toy import CorridorSuite
 from impala_llm.learning.batch_source import BatchSource
-from impala_llm.learning.model import PolicyModel, policy_files
-from impala_llm.learning.parallel import Ranks
-from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.learning.policy.model import PolicyModel, policy_files
+from impala_llm.learning.policy.policy_files import resolve_policy
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
 from impala_llm.settings import Config

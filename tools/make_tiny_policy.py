@@ -32,7 +32,7 @@ from impala_llm.cli import main as impala_llm
 from impala_llm.config import load
 from impala_llm.envs.webshop.shelves import ATTRIBUTES, OPTION_VALUES, SHELVES, SYNONYMS, TAILS
 from impala_llm.envs.webshop.suite import WebShopSuite, suite_from_config
-from impala_llm.learning.scratch import ACT, CHAT_TEMPLATE, END, PAD
+from impala_llm.learning.policy.scratch import ACT, CHAT_TEMPLATE, END, PAD
 from impala_llm.observability.writers import METRICS_FILE
 
 TOKENIZER_EPISODES = 60

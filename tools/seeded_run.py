@@ -26,9 +26,9 @@ from impala_llm.config import load
 from impala_llm.engines import make_engine
 from impala_llm.envs import make_suite
 from impala_llm.learning.batch_source import Batch
-from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.parallel import Ranks
-from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.policy.policy_files import resolve_policy
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
 from impala_llm.settings import Config
 from impala_llm.trainer import Trainer

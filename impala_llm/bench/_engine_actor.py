@@ -23,7 +23,7 @@ from impala_llm.engines.sglang.engine import SGLangEngine
 from impala_llm.engines.sglang.launch_args import ServerSettings
 from impala_llm.engines.sglang.server import SGLangServer
 from impala_llm.envs.toy import CorridorSuite
-from impala_llm.learning.scratch import make_scratch_policy
+from impala_llm.learning.policy.scratch import make_scratch_policy
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
 
 _TURNS = 3

@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from impala_llm.config import load
 from impala_llm.learning.batch_source import Batch
-from impala_llm.learning.log_probs import token_log_probs
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import pack
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.log_probs import token_log_probs
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.learning.scoring import action_log_probs
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory

@@ -79,7 +79,7 @@ def _learner(folder: Path, precision: str, every: str) -> dict[str, Any]:
     """Updates in one micro-batch."""
     from impala_llm.bench._learner_loops import rows_of_actions, trainer
     from impala_llm.learning.packing import pack
-    from impala_llm.learning.products import prepare_cpu
+    from impala_llm.learning.policy.products import prepare_cpu
     from impala_llm.learning.scoring import action_log_probs
 
     prepare_cpu(1)

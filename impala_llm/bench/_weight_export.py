@@ -23,10 +23,10 @@ from safetensors.torch import load_file
 
 from impala_llm.bench._engine_work import save_model
 from impala_llm.bench.frame import BenchError
-from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.learning.publishing import write_to_board
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.pipeline.weights.board import WEIGHTS_FILE, WeightPublisher, WeightReader
 from impala_llm.processes.supervised import RENDEZVOUS
 

@@ -68,10 +68,10 @@ class Training:
         import torch
         from transformers import AutoModelForCausalLM, LlamaConfig
 
-        from impala_llm.learning.attention import SEGMENTS
         from impala_llm.learning.checkpoints.writer import Checkpointer
-        from impala_llm.learning.model import PolicyModel
         from impala_llm.learning.optim import Optimizer
+        from impala_llm.learning.policy.attention import SEGMENTS
+        from impala_llm.learning.policy.model import PolicyModel
         from impala_llm.settings import LearnerConfig
 
         torch.set_num_threads(1)

@@ -83,7 +83,7 @@ async def _measure(rounds: int, episodes: int, tokens: int, hidden: int, process
     from impala_llm.engines.embedded.engine import TorchEngine
     from impala_llm.envs.toy import CorridorSuite
     from impala_llm.gateway.agents import AgentPlayer
-    from impala_llm.learning.scratch import make_scratch_policy
+    from impala_llm.learning.policy.scratch import make_scratch_policy
     from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
     from impala_llm.trajectory import Trajectory
 

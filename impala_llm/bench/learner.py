@@ -95,7 +95,7 @@ def measure(model: str, rounds: int, padded_rounds: int) -> tuple[Times, dict[st
     """Seconds of every contender in every round, the micro-batch of each in tokens, and the tokens of an update."""
     import torch
 
-    from impala_llm.learning.products import prepare_cpu
+    from impala_llm.learning.policy.products import prepare_cpu
 
     prepare_cpu(1)
     torch.manual_seed(0)

@@ -62,7 +62,7 @@ print(json.dumps(found))
 """
 RANK_PROBE = """
 import sys
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.ranks.parallel import Ranks
 ranks = Ranks(sys.argv[1], timeout_s=float(sys.argv[2]))
 total = ranks.sum([ranks.rank + 1.0])[0]
 ranks.close()

@@ -16,7 +16,7 @@ from typing import Any
 
 from impala_llm.evaluation.schedule import Best, EvaluationSchedule
 from impala_llm.learning.checkpoints.policy_folders import CANDIDATE, SCORE_FILE, replace_folder
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.processes.supervised import say

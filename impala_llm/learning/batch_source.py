@@ -18,7 +18,7 @@ import msgpack
 
 from impala_llm.algorithms.advantages import episode_return, levelled_returns
 from impala_llm.config import ConfigError
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.pipeline.shm.record import decode_record, record_bytes
 from impala_llm.pipeline.tickets.curriculum import Curriculum
 from impala_llm.pipeline.transport.receiver import Receiver

@@ -2,7 +2,7 @@
 
 import torch
 
-from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.settings import Config
 
 LARGE_MODEL = 50_000_000

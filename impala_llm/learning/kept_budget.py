@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.settings import Config, model_directory, written
 
 NOTE = "token_budget.json"

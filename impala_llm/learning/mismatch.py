@@ -36,8 +36,8 @@ from torch import Tensor
 
 from impala_llm.algorithms.importance import kl_estimates
 from impala_llm.algorithms.interface import MetricValue, PackedBatch
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import TokenBudget
+from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.scoring import action_log_probs
 from impala_llm.processes.limited_warnings import RateLimitedWarnings
 from impala_llm.settings import Config

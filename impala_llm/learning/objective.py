@@ -25,8 +25,8 @@ from impala_llm.algorithms.interface import (
     parts_of,
 )
 from impala_llm.learning.mismatch import Comparison, Recomputed, compare
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.own_parts import call_credit, call_loss, call_measure
+from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.scoring import TokenScores
 from impala_llm.settings import AlgorithmConfig, Config
 

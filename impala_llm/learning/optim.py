@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from impala_llm.config import ConfigError
-from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.parallel import local, reshard
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks.parallel import local, reshard
 from impala_llm.settings import LearnerConfig
 
 _BASE_WIDTH = 64

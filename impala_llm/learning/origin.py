@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from impala_llm.config import ConfigError
-from impala_llm.learning.attention_choice import choose_attention
 from impala_llm.learning.cautions import cautions, other_value_head
 from impala_llm.learning.checkpoints.files import (
     FOLDER,
@@ -27,11 +26,12 @@ from impala_llm.learning.checkpoints.files import (
 from impala_llm.learning.checkpoints.past import Past
 from impala_llm.learning.checkpoints.reader import CheckpointReader
 from impala_llm.learning.checkpoints.writer import POLICY
-from impala_llm.learning.lora import add_adapters, load_adapters, without_prefix
-from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.model_files import base_checksum, model_checksum
-from impala_llm.learning.parallel import Ranks
-from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.learning.policy.attention_choice import choose_attention
+from impala_llm.learning.policy.lora import add_adapters, load_adapters, without_prefix
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.policy.model_files import base_checksum, model_checksum
+from impala_llm.learning.policy.policy_files import resolve_policy
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.pipeline.weights.board import WeightReader
 from impala_llm.processes.supervised import say
 from impala_llm.settings import Config, model_directory, other_models

@@ -27,7 +27,8 @@ from impala_llm.algorithms.interface import (
 )
 from impala_llm.config import ConfigError
 from impala_llm.engines.out_of_memory import is_out_of_memory
-from impala_llm.learning import packing, parallel
+from impala_llm.learning import packing
+from impala_llm.learning.ranks import parallel
 from impala_llm.plugs import raised_at
 from impala_llm.processes.supervised import say
 

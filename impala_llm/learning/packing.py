@@ -22,7 +22,7 @@ import torch
 from impala_llm.algorithms.interface import PackedBatch
 from impala_llm.engines.out_of_memory import is_out_of_memory
 from impala_llm.learning.kept_budget import differences, read_note, write_note
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.processes.supervised import report_progress, say
 from impala_llm.trajectory import Trajectory
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from impala_llm.engines.base import ModelRefused
 from impala_llm.engines.embedded.model_weights import SAFETENSORS_NAMES, checkpoint_tensors
-from impala_llm.learning.lora import (
+from impala_llm.learning.policy.lora import (
     ADAPTER_FOLDER,
     Adapter,
     adapter_tensors,
@@ -31,8 +31,8 @@ from impala_llm.learning.lora import (
     is_adapted,
     save_adapter,
 )
-from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.parallel import Ranks, is_shared, local
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks.parallel import Ranks, is_shared, local
 from impala_llm.pipeline.weights import safetensors_layout
 from impala_llm.pipeline.weights.safetensors_layout import Layout
 from impala_llm.pipeline.weights.slots import WEIGHTS_FILE

@@ -41,11 +41,11 @@ from torch import Tensor
 
 from impala_llm.engines.embedded.model_weights import SAFETENSORS_NAMES
 from impala_llm.engines.sglang.weight_push import WeightSender
-from impala_llm.learning.lora import is_adapted
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.origin import board_dtype
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.lora import is_adapted
+from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.policy_export import PolicyExport
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.pipeline import LearnerEndpoint
 from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.pipeline.weights.board import SlotsInUse, WeightLease, WeightPublisher, WeightReader

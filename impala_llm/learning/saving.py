@@ -32,11 +32,11 @@ from impala_llm.learning.checkpoints.writer import (
     random_state,
     tensors_of,
 )
-from impala_llm.learning.lora import is_adapted
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import Optimizer
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.lora import is_adapted
+from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.publishing import VersionPublisher
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.pipeline import LearnerEndpoint
 from impala_llm.pipeline.shm.record import record_bytes
 from impala_llm.pipeline.tickets.journal_rows import Row

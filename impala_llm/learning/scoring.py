@@ -14,11 +14,11 @@ from impala_llm.algorithms.distillation import insert_context
 from impala_llm.algorithms.interface import PackedBatch
 from impala_llm.checks.known_models import num_positions, other_vocabulary
 from impala_llm.config import ConfigError
-from impala_llm.learning.attention import SEGMENTS
-from impala_llm.learning.attention_choice import reason_against
-from impala_llm.learning.lora import is_adapted, without_adapters
-from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.learning.policy.attention import SEGMENTS
+from impala_llm.learning.policy.attention_choice import reason_against
+from impala_llm.learning.policy.lora import is_adapted, without_adapters
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.policy.policy_files import resolve_policy
 from impala_llm.processes.supervised import say
 from impala_llm.settings import Config, model_directory, other_models
 

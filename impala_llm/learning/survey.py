@@ -13,11 +13,11 @@ import torch
 
 from impala_llm.algorithms.interface import PackedBatch, parts_of
 from impala_llm.learning.mismatch import Comparison, MismatchMonitor, compare
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import AtStart, Rows, score
 from impala_llm.learning.own_parts import call_credit
 from impala_llm.learning.packing import TokenBudget
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.learning.update import Update
 from impala_llm.settings import Config
 

@@ -3,7 +3,7 @@
 import math
 import time
 
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.settings import LearnerConfig
 

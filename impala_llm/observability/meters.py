@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 
 from impala_llm.learning.batch_source import Batch, Intake
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.observability.metrics import METRICS, MetricLog
 from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.processes.limited_warnings import RateLimitedWarnings

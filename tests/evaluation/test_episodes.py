@@ -17,7 +17,7 @@ from impala_llm.environment_faults import EnvironmentFaults
 from impala_llm.envs import make_suite
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.evaluation.episodes import RESEND_S, EvaluationEpisodes, evaluation_slots
-from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.learning.policy.policy_files import resolve_policy
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.pipeline.transport.messages import EvaluationGrant, EvaluationResult, HelloWanted
 from impala_llm.rollout import ChatFormat

@@ -21,7 +21,7 @@ from impala_llm.learner import Learner
 from impala_llm.learning.checkpoints.folder_owner import FolderTaken
 from impala_llm.learning.checkpoints.kept_settings import keep_settings
 from impala_llm.learning.checkpoints.resume import Start, how_to_start
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.observability.intervals import score_interval, wilson_interval
 from impala_llm.observability.metrics import METRICS, MetricLog
 from impala_llm.pipeline.transport.evaluation_tasks import Evaluation

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from impala_llm.gateway.chat import ChatTokens
-from impala_llm.learning.scratch import ACT, END
+from impala_llm.learning.policy.scratch import ACT, END
 from tests.gateway.test_conversations import assert_exact
 from tests.gateway.test_server import Served, serving
 from tests.gateway.test_tools import Scripted, chat, ids

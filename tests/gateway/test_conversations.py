@@ -23,7 +23,7 @@ from impala_llm.gateway.conversation import Conversation
 from impala_llm.gateway.episode import ContextFull, EpisodeOver, GatewayEpisode, Outcome
 from impala_llm.gateway.tasks import AgentSuite
 from impala_llm.gateway.tree import ConversationTree
-from impala_llm.learning.scratch import make_scratch_policy
+from impala_llm.learning.policy.scratch import make_scratch_policy
 from impala_llm.rollout import EpisodeLimits, EpisodeSpec
 from impala_llm.trajectory import CONTEXT_START, Trajectory
 from tests.gateway.engines import RandomEngine

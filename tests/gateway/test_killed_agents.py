@@ -20,7 +20,7 @@ from impala_llm.environment_faults import EnvironmentFaults
 from impala_llm.gateway.agents import AgentPlayer
 from impala_llm.gateway.chat import ChatTokens
 from impala_llm.gateway.tasks import suite_of
-from impala_llm.learning.scratch import make_scratch_policy
+from impala_llm.learning.policy.scratch import make_scratch_policy
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.rollout import EpisodeLimits
 from tests.gateway.engines import RandomEngine

@@ -16,7 +16,7 @@ from impala_llm.gateway.agent_pool import AgentFailed
 from impala_llm.gateway.agents import AgentPlayer
 from impala_llm.gateway.chat import ChatTokens
 from impala_llm.gateway.tasks import suite_of
-from impala_llm.learning.scratch import make_scratch_policy
+from impala_llm.learning.policy.scratch import make_scratch_policy
 from impala_llm.rollout import EpisodeLimits, EpisodeSpec
 from tests.gateway.engines import RandomEngine
 

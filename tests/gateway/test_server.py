@@ -21,10 +21,10 @@ from impala_llm.gateway.chat import ChatTokens
 from impala_llm.gateway.conversation import Conversation
 from impala_llm.gateway.episode import GatewayEpisode, Outcome
 from impala_llm.gateway.server import Gateway
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import pack
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.policy.scratch import make_scratch_policy
 from impala_llm.learning.scoring import action_log_probs
-from impala_llm.learning.scratch import make_scratch_policy
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
 from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS, Trajectory
 from tests.gateway.engines import FailingEngine, RandomEngine

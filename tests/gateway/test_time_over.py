@@ -18,7 +18,7 @@ from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.evaluate import evaluate
 from impala_llm.gateway.agents import AgentPlayer
 from impala_llm.gateway.tasks import suite_of
-from impala_llm.learning.scratch import make_scratch_policy
+from impala_llm.learning.policy.scratch import make_scratch_policy
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.rollout import EpisodeLimits, EpisodeSpec
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from impala_llm.gateway.chat import ChatTokens
-from impala_llm.learning.scratch import ACT, END
+from impala_llm.learning.policy.scratch import ACT, END
 from impala_llm.rollout import EpisodeLimits
 from tests.gateway import test_server
 from tests.gateway.engines import RandomEngine

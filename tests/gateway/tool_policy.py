@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from impala_llm.learning.scratch import ACT, END, PAD, UNKNOWN, save_random_policy
+from impala_llm.learning.policy.scratch import ACT, END, PAD, UNKNOWN, save_random_policy
 
 CALL, CALLED = "<tool_call>", "</tool_call>"
 CALLS = [f'{{"name": "look_up", "arguments": {{"key": "{key}"}}}}' for key in "ab"]

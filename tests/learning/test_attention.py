@@ -17,12 +17,12 @@ from transformers.masking_utils import AttentionMaskInterface, flash_attention_m
 
 from impala_llm.config import load
 from impala_llm.engines.base import ModelRefused
-from impala_llm.learning import attention_choice
-from impala_llm.learning.attention import FLASH_2, FLEX, SEGMENTS
-from impala_llm.learning.attention_choice import FLASH_3, Options, choose_attention, compare, options
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import OutOfMemory
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy import attention_choice
+from impala_llm.learning.policy.attention import FLASH_2, FLEX, SEGMENTS
+from impala_llm.learning.policy.attention_choice import FLASH_3, Options, choose_attention, compare, options
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks.parallel import Ranks
 from tests.families import VOCABULARY, build_family
 from tests.learning.builders import save_lm
 
@@ -116,7 +116,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> PlayedFlash:
         lambda *_arguments, **_options: (None, played.attend, None, None, None),
     )
     monkeypatch.setattr("transformers.modeling_flash_attention_utils._loaded_implementation", None)
-    monkeypatch.setattr("impala_llm.learning.attention.varlen_attn", played.varlen_attn)
+    monkeypatch.setattr("impala_llm.learning.policy.attention.varlen_attn", played.varlen_attn)
     return played
 
 

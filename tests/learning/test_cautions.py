@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from impala_llm.config import load
 from impala_llm.learning.cautions import cautions, slow_precision
-from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.policy.model import PolicyModel
 from tests.learning.builders import save_lm
 
 

@@ -35,8 +35,8 @@ from impala_llm.learning.checkpoints.writer import (
     random_state,
     tensors_of,
 )
-from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.optim import Optimizer
+from impala_llm.learning.policy.model import PolicyModel, policy_files
 from impala_llm.pipeline.shm.record import record_bytes
 from impala_llm.settings import LearnerConfig
 from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS

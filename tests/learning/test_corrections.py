@@ -14,9 +14,9 @@ from impala_llm.algorithms.losses import CISPO, GSPO, DecoupledPPO, PPOClip, Rei
 from impala_llm.algorithms.stale_losses import M2PO, TOPR
 from impala_llm.algorithms.vtrace import GAE, VTrace
 from impala_llm.config import load
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, objective
 from impala_llm.learning.packing import pack
+from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.scoring import TokenScores, action_log_probs
 from impala_llm.settings import Config
 from tests.learning.builders import make_batch, make_config, save_lm

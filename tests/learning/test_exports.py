@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from impala_llm.learning.lora import add_adapters
-from impala_llm.learning.model import PolicyModel, policy_files
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.lora import add_adapters
+from impala_llm.learning.policy.model import PolicyModel, policy_files
 from impala_llm.learning.policy_export import PolicyExport
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.settings import LoraConfig
 from tests.learning.builders import save_lm
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from impala_llm.learning import log_probs as module
-from impala_llm.learning.log_probs import chunk_tokens, token_log_probs
+from impala_llm.learning.policy import log_probs as module
+from impala_llm.learning.policy.log_probs import chunk_tokens, token_log_probs
 
 
 def plain(

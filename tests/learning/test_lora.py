@@ -8,12 +8,12 @@ from transformers import AutoModelForCausalLM
 
 from impala_llm.algorithms.losses import Reinforce
 from impala_llm.engines.base import ModelRefused
-from impala_llm.learning.lora import add_adapters, load_adapters, without_adapters, without_prefix
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.packing import pack
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.lora import add_adapters, load_adapters, without_adapters, without_prefix
+from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.policy_export import PolicyExport
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.learning.scoring import Scorers, action_log_probs
 from impala_llm.settings import LearnerConfig, LoraConfig
 from tests.learning.builders import make_batch, make_config, save_lm

@@ -15,11 +15,11 @@ from impala_llm.algorithms.losses import TruncatedIS
 from impala_llm.algorithms.vtrace import VTrace
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.mismatch import AGES, ENOUGH_TOKENS, MismatchMonitor, compare
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, Rows, Rules, objective
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.packing import TokenBudget, pack
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.observability.metrics import METRICS, MetricLog
 from impala_llm.settings import Config
 from impala_llm.trainer import Trainer

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from impala_llm.engines.base import ModelRefused
 from impala_llm.engines.embedded.model_weights import SAFETENSORS_NAMES
-from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.policy_export import PolicyExport
+from impala_llm.learning.ranks.parallel import Ranks
 from tests.learning.builders import ARCHITECTURES, VOCABULARY, WITH_EXPERTS, save_lm
 
 LENGTHS = [5, 33, 1, 64, 17, 32]

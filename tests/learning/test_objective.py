@@ -7,9 +7,9 @@ import torch
 from impala_llm.algorithms.advantages import GroupRelative
 from impala_llm.algorithms.vtrace import VTrace
 from impala_llm.learning.mismatch import Recomputed
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, Rows, Rules, objective
 from impala_llm.learning.packing import pack
+from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.trajectory import Trajectory
 from tests.learning.builders import make_config
@@ -65,7 +65,7 @@ def make_trajectories(model: PolicyModel, temperature: float, noise: float, boot
 
 
 def _one_segment(length: int):
-    from impala_llm.learning.attention import SegmentPlan
+    from impala_llm.learning.policy.attention import SegmentPlan
 
     return SegmentPlan(torch.tensor([length]))
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import MOST_LEFT_OUT, NothingLearned, Optimizer, schedule
+from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.settings import LearnerConfig
 from tests.learning.builders import save_lm
 

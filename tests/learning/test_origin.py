@@ -18,10 +18,10 @@ from impala_llm.learning.checkpoints.files import (
     remove_old,
 )
 from impala_llm.learning.checkpoints.reader import CheckpointReader
-from impala_llm.learning.model import PolicyModel, policy_files
 from impala_llm.learning.origin import Origin, find_origin, make_model
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.model import PolicyModel, policy_files
 from impala_llm.learning.publishing import VersionPublisher
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from tests.learning.builders import save_lm
 from tests.learning.test_saving import MOMENT, make_saving

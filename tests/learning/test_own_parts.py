@@ -16,7 +16,7 @@ from impala_llm.learning.own_parts import (
     call_measure,
     call_prepare,
 )
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.ranks.parallel import Ranks
 
 N = 3
 

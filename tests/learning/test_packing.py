@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import pack
+from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.scoring import action_log_probs
 from impala_llm.trajectory import ARRAY_FIELDS, CONTEXT_START, METADATA_FIELDS, Trajectory
 from tests.learning.builders import make_batch, make_trajectory, save_lm

@@ -19,9 +19,9 @@ from impala_llm.algorithms.interface import PackedBatch
 from impala_llm.learning import packing
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.kept_budget import conditions, read_note
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import OutOfMemory, RestartNeeded, TokenBudget, pack
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.settings import Config, LearnerConfig
 from impala_llm.trainer import Trainer
 from tests.learning.builders import make_batch, make_config, save_lm

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from impala_llm.config import load
-from impala_llm.learning.policy_files import resolve_policy
+from impala_llm.learning.policy.policy_files import resolve_policy
 
 
 @pytest.mark.parametrize(

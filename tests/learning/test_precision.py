@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from impala_llm.learning.batch_source import Batch
-from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.trainer import Trainer
 from tests.learning.builders import make_batch, make_config, save_lm
 

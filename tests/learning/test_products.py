@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from impala_llm.learning.products import prepare_cpu, prepare_cuda
+from impala_llm.learning.policy.products import prepare_cpu, prepare_cuda
 from impala_llm.processes.supervised import ALLOCATOR
 
 
@@ -44,7 +44,7 @@ def test_freed_tensors_give_their_memory_back_to_the_system() -> None:
     """In a process of its own, with the supervisor's settings: the holes between what is kept take no memory."""
     program = (
         "import psutil, torch\n"
-        "from impala_llm.learning.products import give_back_memory\n"
+        "from impala_llm.learning.policy.products import give_back_memory\n"
         "torch.zeros(1 << 20)\n"
         "before = psutil.Process().memory_info().rss\n"
         "kept = []\n"

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.learning.publishing import VersionPublisher
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from impala_llm.pipeline.weights.tensor_writing import TensorPart
 from impala_llm.processes.stop_signals import Stopped

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import pack
+from impala_llm.learning.policy.model import PolicyModel
 from tests.learning.builders import make_batch, save_lm
 
 

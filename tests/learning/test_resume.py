@@ -16,7 +16,7 @@ from impala_llm.config import ConfigError, load, to_yaml
 from impala_llm.learning.checkpoints.files import Manifest, VersionMark, manifest_bytes, name_of
 from impala_llm.learning.checkpoints.kept_settings import keep_settings
 from impala_llm.learning.checkpoints.resume import Start, can_go_on, how_to_start
-from impala_llm.learning.model_files import model_checksum
+from impala_llm.learning.policy.model_files import model_checksum
 from impala_llm.pipeline.shm.run_directory import RunDirectory, RunDirectoryError, find_run, remove_run_dir
 from impala_llm.pipeline.shm.store_header import sizes
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore

@@ -26,14 +26,14 @@ from impala_llm.learning.checkpoints.policy_folders import trained_update
 from impala_llm.learning.checkpoints.reader import CheckpointReader
 from impala_llm.learning.checkpoints.resume import Start
 from impala_llm.learning.checkpoints.writer import Checkpointer
-from impala_llm.learning.lora import adapter_tensors, add_adapters
-from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.model_files import model_checksum, policy_files
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.origin import Origin, make_model
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.lora import adapter_tensors, add_adapters
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.policy.model_files import model_checksum, policy_files
 from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.learning.publishing import VersionPublisher
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.learning.saving import Moment, Parts, Saving
 from impala_llm.pipeline.shm.run_directory import find_run, remove_run_dir
 from impala_llm.settings import Config, LearnerConfig, LoraConfig

@@ -12,11 +12,11 @@ from impala_llm.algorithms.losses import Reinforce
 from impala_llm.algorithms.preference import Preference, pair_advantages
 from impala_llm.config import ConfigError, load
 from impala_llm.learning.batch_source import Batch
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import pack
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.policy.scratch import make_scratch_policy
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.learning.scoring import Scorers, action_log_probs
-from impala_llm.learning.scratch import make_scratch_policy
 from impala_llm.trainer import Trainer
 from tests.learning.builders import (
     make_batch,

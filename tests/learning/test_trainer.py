@@ -19,10 +19,10 @@ from impala_llm.algorithms.registry import LOSSES
 from impala_llm.algorithms.stale_losses import M2PO, departures, second_moment_limit
 from impala_llm.algorithms.vtrace import GAE, VTrace
 from impala_llm.learning.batch_source import Batch
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import whitened
 from impala_llm.learning.packing import OutOfMemory, pack
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.learning.scoring import action_log_probs
 from impala_llm.observability.metrics import METRICS, MetricError, declare
 from impala_llm.settings import LearnerConfig

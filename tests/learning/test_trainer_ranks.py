@@ -18,8 +18,8 @@ from impala_llm.algorithms.stale_losses import M2PO
 from impala_llm.algorithms.vtrace import GAE
 from impala_llm.config import load
 from impala_llm.learning.batch_source import Batch
-from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.settings import LearnerConfig
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory

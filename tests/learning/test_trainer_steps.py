@@ -16,9 +16,9 @@ from impala_llm.algorithms.losses import PPOClip
 from impala_llm.algorithms.vtrace import GAE
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.control import EntropyControl
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import Optimizer
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.settings import LearnerConfig
 from impala_llm.trainer import Trainer
 from tests.learning.builders import (

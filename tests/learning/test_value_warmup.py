@@ -9,8 +9,8 @@ import torch
 from impala_llm.algorithms.interface import BatchLoss, Loss, LossOutput, Scored
 from impala_llm.algorithms.losses import PPOClip
 from impala_llm.algorithms.vtrace import GAE
-from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.settings import LearnerConfig
 from impala_llm.trainer import Trainer
 from tests.learning.builders import make_config, save_lm, varied

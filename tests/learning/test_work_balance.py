@@ -12,9 +12,9 @@ import torch
 from impala_llm.algorithms.advantages import GroupRelative
 from impala_llm.algorithms.losses import PPOClip
 from impala_llm.learning.batch_source import Batch
-from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.parallel import Ranks
-from impala_llm.learning.work_balance import TOLERANCE, WorkBalance, assign
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks.parallel import Ranks
+from impala_llm.learning.ranks.work_balance import TOLERANCE, WorkBalance, assign
 from impala_llm.settings import LearnerConfig
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import CONTEXT_START, Trajectory

@@ -15,7 +15,7 @@ from impala_llm.config import load
 from impala_llm.learner import Learner
 from impala_llm.learning.batch_source import Batch, Intake
 from impala_llm.learning.checkpoints.resume import Start
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.observability.meters import EpisodeWindow, Meters
 from impala_llm.replay import OldestFirst, ReplayBuffer
 from impala_llm.trajectory import Trajectory

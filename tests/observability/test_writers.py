@@ -256,7 +256,7 @@ def test_a_writer_that_does_not_exist_is_refused(own: Path, names: str, said: li
 ON_A_FULL_DISK = """
 import sys
 from pathlib import Path
-from impala_llm.learning.parallel import exit_process
+from impala_llm.learning.ranks.parallel import exit_process
 from impala_llm.observability.terminal import TerminalView
 from impala_llm.observability.writers import MetricWriter
 

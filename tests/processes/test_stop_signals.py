@@ -16,7 +16,7 @@ from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import Suite
 from impala_llm.learner import Learner
 from impala_llm.learning.checkpoints.resume import Start
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.learning.saving import Saving
 from impala_llm.processes.stop_signals import STOP_SIGNALS, StopSignals
 from impala_llm.processes.supervised import PROGRESS

@@ -70,7 +70,7 @@ def serve(module: ModuleType) -> None:
 
 def live(module: ModuleType, words: list[str]) -> None:
     """The life of a rank, to its end: whatever happens it does not come back into the loop of its parent."""
-    from impala_llm.learning.parallel import exit_process
+    from impala_llm.learning.ranks.parallel import exit_process
 
     try:
         module.main(words)

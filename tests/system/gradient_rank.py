@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.objective import Denominators, Rows, Rules, objective
 from impala_llm.learning.packing import pack
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks.parallel import Ranks
 from tests.learning.builders import make_batch, make_config
 
 

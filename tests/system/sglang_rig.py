@@ -15,7 +15,7 @@ from impala_llm.engines.sglang.engine import SGLangEngine
 from impala_llm.engines.sglang.external_server import RemoteServer
 from impala_llm.engines.sglang.launch_args import ServerSettings
 from impala_llm.engines.sglang.server import SGLangServer
-from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.policy.model import PolicyModel
 from tests.system.sglang import sglang_python, tiny_checkpoint
 
 MAX_LENGTH = 1024

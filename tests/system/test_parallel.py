@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.ranks.parallel import Ranks
 from tests.learning.builders import save_lm
 from tests.system.forked_ranks import forked_ranks
 
@@ -55,7 +55,7 @@ def test_a_process_alone_needs_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_rank_that_never_joins_ends_with_an_error_after_the_time_out(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
-        "from impala_llm.learning.parallel import Ranks\n"
+        "from impala_llm.learning.ranks.parallel import Ranks\n"
         "ranks = Ranks('cpu', timeout_s=5.0)\n"
         "ranks.barrier()\n"
         "if ranks.rank == 0:\n"

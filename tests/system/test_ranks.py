@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.policy.model import PolicyModel
 from tests.system.runs import ROOT, Run, column
 
 STOP_S = 60.0

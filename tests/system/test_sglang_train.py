@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from impala_llm.config import load
-from impala_llm.learning.scratch import make_scratch_policy
+from impala_llm.learning.policy.scratch import make_scratch_policy
 from tests.system.runs import Process, Run, column
 from tests.system.sglang import mapped_shared_files, needs_sglang, sglang_python, shared_files
 

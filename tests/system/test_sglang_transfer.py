@@ -21,9 +21,9 @@ from impala_llm.engines.sglang.engine import SGLangEngine
 from impala_llm.engines.sglang.launch_args import ServerSettings
 from impala_llm.engines.sglang.server import SGLangServer
 from impala_llm.engines.sglang.weight_push import Sent, TransferError, WeightSender
-from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.publishing import VersionPublisher, send_to_servers
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from tests.system.runs import Run, column
 from tests.system.sglang import needs_sglang, sglang_python, tiny_checkpoint

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from impala_llm.learning.lora import add_adapters, load_adapters, without_prefix
-from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.policy.lora import add_adapters, load_adapters, without_prefix
+from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.pipeline.weights.board import WeightReader
 from impala_llm.settings import LoraConfig
 from tests.learning.builders import SHAPE, save_lm
@@ -114,7 +114,7 @@ ENDS_BESIDE_SUMS = """
 import sys
 import torch
 import torch.distributed as dist
-from impala_llm.learning.parallel import exit_process
+from impala_llm.learning.ranks.parallel import exit_process
 
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 held = dist.group.WORLD  # as a device mesh does

@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 
 from impala_llm.config import load
 from impala_llm.learning.batch_source import Batch
-from impala_llm.learning.lora import add_adapters
-from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.parallel import Ranks, local
+from impala_llm.learning.policy.lora import add_adapters
+from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.publishing import VersionPublisher
+from impala_llm.learning.ranks.parallel import Ranks, local
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from impala_llm.trainer import Trainer
 from tests.learning.builders import make_batch, make_trajectory

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from impala_llm.learning.checkpoints.files import CheckpointError, Manifest
 from impala_llm.learning.checkpoints.writer import learned, offsets_of, unpack
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import Optimizer
+from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.pipeline.shm.record import RecordError, decode_record
 from impala_llm.trajectory import Trajectory
 

@@ -19,7 +19,7 @@ from impala_llm.learning.checkpoints.files import FOLDER, NEW, RESERVED, Manifes
 from impala_llm.learning.checkpoints.folder_owner import RUN_FIX, wait_for_owner
 from impala_llm.learning.checkpoints.kept_settings import keep_settings
 from impala_llm.learning.checkpoints.policy_folders import learned_policies
-from impala_llm.learning.model_files import model_checksum
+from impala_llm.learning.policy.model_files import model_checksum
 from impala_llm.pipeline.shm.run_directory import (
     Left,
     RunDirectoryError,

@@ -52,9 +52,9 @@ from impala_llm.learning.checkpoints.files import (
 )
 from impala_llm.learning.checkpoints.files import checkpoints as folders_of
 from impala_llm.learning.checkpoints.policy_folders import put_policies_back, remove_folder
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.optim import Optimizer
-from impala_llm.learning.parallel import is_shared
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks.parallel import is_shared
 from impala_llm.pipeline.weights.safetensors_layout import plan
 from impala_llm.processes.supervised import say
 

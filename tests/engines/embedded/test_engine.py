@@ -13,7 +13,7 @@ from impala_llm.engines.base import EngineError, Generation, SamplingParams
 from impala_llm.engines.embedded import engine
 from impala_llm.engines.embedded.decoder import CompactDecoder, CpuDecoder, Decoder, HuggingFaceDecoder, make_decoder
 from impala_llm.engines.embedded.engine import TorchEngine
-from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.policy.model import PolicyModel
 
 MakeModel = Callable[..., PreTrainedModel]
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from impala_llm.algorithms.interface import MetricValue
 from impala_llm.learning.batch_source import Batch
-from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.parallel import Ranks
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.pipeline.shm.record import decode_record, record_bytes
 from impala_llm.trajectory import Trajectory
 

@@ -36,9 +36,9 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from impala_llm.config import ConfigError
-from impala_llm.learning.lora import adapter_tensors
-from impala_llm.learning.model import PolicyModel
-from impala_llm.learning.tensor_parallel import divide
+from impala_llm.learning.policy.lora import adapter_tensors
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks.tensor_parallel import divide
 from impala_llm.processes.supervised import RENDEZVOUS
 from impala_llm.settings import Config
 

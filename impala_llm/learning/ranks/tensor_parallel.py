@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from impala_llm.engines.base import ModelRefused
 from impala_llm.engines.embedded.model_check import describe, random_rows, refusing
-from impala_llm.learning.model import PolicyModel
+from impala_llm.learning.policy.model import PolicyModel
 
 _PARTIAL = "replicated_with_grad_allreduce"
 """Style of what is whole in each process, and whose gradient is not, such as the norm of some of the heads."""

@@ -26,12 +26,12 @@ from impala_llm.engines.embedded.model_check import (
     row_pairs,
 )
 from impala_llm.engines.embedded.model_weights import checkpoint_tensors
-from impala_llm.learning.attention import SEGMENTS, attention_arguments
-from impala_llm.learning.log_probs import token_log_probs
-from impala_llm.learning.lora import without_prefix
-from impala_llm.learning.model_files import VALUE_HEAD_FILE as VALUE_HEAD_FILE
-from impala_llm.learning.model_files import policy_files as policy_files
-from impala_llm.learning.products import give_back_memory
+from impala_llm.learning.policy.attention import SEGMENTS, attention_arguments
+from impala_llm.learning.policy.log_probs import token_log_probs
+from impala_llm.learning.policy.lora import without_prefix
+from impala_llm.learning.policy.model_files import VALUE_HEAD_FILE as VALUE_HEAD_FILE
+from impala_llm.learning.policy.model_files import policy_files as policy_files
+from impala_llm.learning.policy.products import give_back_memory
 from impala_llm.pipeline.weights.slots import WEIGHTS_FILE
 
 _LAYERS_BETWEEN = 4

@@ -23,10 +23,10 @@ from impala_llm.engines.embedded.model_check import (
     row_pairs,
 )
 from impala_llm.engines.out_of_memory import is_out_of_memory
-from impala_llm.learning.attention import FLASH_2, FLEX, SEGMENTS
-from impala_llm.learning.model import PolicyModel
 from impala_llm.learning.packing import OutOfMemory
-from impala_llm.learning.parallel import Ranks, reshard
+from impala_llm.learning.policy.attention import FLASH_2, FLEX, SEGMENTS
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks.parallel import Ranks, reshard
 from impala_llm.processes.supervised import say
 from impala_llm.settings import LearnerConfig
 

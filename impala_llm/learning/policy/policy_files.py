@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from impala_llm.learning.scratch import make_scratch_policy
+from impala_llm.learning.policy.scratch import make_scratch_policy
 from impala_llm.settings import Config, model_directory
 
 
