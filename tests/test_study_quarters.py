@@ -35,7 +35,7 @@ def gradient_of(per_token: torch.Tensor, log_probs: torch.Tensor) -> list[float]
 
 def gradient_of_cell(cell: quarter.Cell, level: str = "token") -> list[float]:
     tokens = scored()
-    loss = quarter.Quarters("", *cell, level=level)
+    loss = quarter.Quarters(*cell, level=level)
     return gradient_of(loss(tokens, ADVANTAGES).per_token, tokens.log_probs)
 
 
@@ -55,15 +55,15 @@ def test_the_cells_of_named_losses_have_their_gradients() -> None:
 def test_a_quarter_is_outside_of_the_band_and_its_share_is_logged() -> None:
     gradients = gradient_of_cell(("0", "0", "0", "0"))
     assert [g == 0 for g in gradients] == [True, False, False, True] * 2
-    metrics = quarter.Quarters("")(scored(), ADVANTAGES).metrics
+    metrics = quarter.Quarters()(scored(), ADVANTAGES).metrics
     assert {name: float(value) for name, value in metrics.items()} == {f"{q}_share": 0.125 for q in quarter.QUARTERS}
 
 
 def test_weights_are_capped_and_ratios_of_episodes_are_products() -> None:
     tokens = scored()
-    weights = quarter.Quarters("", level="sequence")(tokens, ADVANTAGES).weights
+    weights = quarter.Quarters(level="sequence")(tokens, ADVANTAGES).weights
     assert weights.tolist() == pytest.approx([float(LOG_RATIOS[:4].sum().exp())] * 8)
-    assert float(quarter.Quarters("", cap=1.5)(tokens, ADVANTAGES).weights.max()) == 1.5
+    assert float(quarter.Quarters(cap=1.5)(tokens, ADVANTAGES).weights.max()) == 1.5
 
 
 def test_every_cell_is_a_setting_of_its_own_and_the_learner_accepts_it() -> None:

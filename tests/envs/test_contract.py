@@ -213,21 +213,27 @@ def test_an_environment_that_cannot_be_made_is_named() -> None:
 MADE = """
 import sys
 
-class Exits:
-    def __init__(self): sys.exit(0)
-
-class Panics:
-    def __init__(self): raise BaseException("index out of bounds")
-
 class Nameless:
     system_prompt = ""
     def tasks(self, split): return range(3)
+    def session(self, training): return None
+    def signature(self, task_id): return ""
+
+class Exits(Nameless):
+    def __init__(self): sys.exit(0)
+
+class Panics(Nameless):
+    def __init__(self): raise BaseException("index out of bounds")
 
 class Promptless(Nameless):
     name, system_prompt = "maze", None
 
-class Incomplete(Nameless):
-    name = "maze"
+class Half:
+    name, system_prompt = "maze", ""
+    def tasks(self, split): return range(3)
+
+def incomplete():
+    return Half()
 """
 
 
@@ -238,7 +244,7 @@ class Incomplete(Nameless):
         ("Panics", "cannot be made: BaseException: index out of bounds"),
         ("Nameless", "name of its suite is None: a str is expected"),
         ("Promptless", "system_prompt of its suite is None: a str is expected"),
-        ("Incomplete", "has no method session and no signature: add what is missing"),
+        ("incomplete", "has no method session and no signature: add what is missing"),
     ],
 )
 def test_what_is_no_suite_is_named(name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

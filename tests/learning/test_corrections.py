@@ -132,7 +132,7 @@ LOSSES: dict[str, Loss] = {
     "gspo": GSPO(clip_low=0.2, clip_high=0.28),
     "m2po": M2PO(threshold=0.5),
     "topr": TOPR(),
-    "topr_token": TOPR("", "token", 0.5, 2.0, 0.1, 0.7),
+    "topr_token": TOPR("token", 0.5, 2.0, 0.1, 0.7),
 }
 
 

@@ -51,5 +51,5 @@ class Limited(BatchLoss):
 
 
 def test_a_loss_of_the_whole_batch_has_its_limit(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, Limited("mine:Limited"), num_updates=1)
+    trainer = make_trainer(tmp_path, Limited(name="mine:Limited"), num_updates=1)
     trainer.update(varied(), version=3, progress=0.0)
