@@ -11,34 +11,40 @@ from omegaconf.errors import OmegaConfBaseException
 
 
 def other_methods(part: type, like: type) -> str:
-    """Return which methods a class lacks, or which of them takes other arguments; "" where all are as they must be.
+    """Return which method of a class takes other arguments than it is called with; "" where none does.
+
+    Methods that the class has not are no fault: an instance may get them when it is made.
 
     Args:
         like: base class or protocol; its methods are called with as many arguments as it has parameters.
     """
-    lacking = []
-    may_set = {
-        name for base in part.__mro__ for each in vars(base).values() if inspect.isfunction(each)
-        for name in each.__code__.co_names
-    }  # fmt: skip
     for base in like.__mro__:
         for method, expected in vars(base).items():
             own = inspect.getattr_static(part, method, None)
             if not inspect.isfunction(expected) or (method.startswith("_") and method != "__call__") or own is expected:
                 continue
             names = list(inspect.signature(expected).parameters)
-            if own is None:
-                if method not in may_set and not hasattr(part, "__getattr__"):  # on its instances
-                    lacking.append(method)
-            elif inspect.isfunction(own) and (takes := other_signature(own, names)):
+            if inspect.isfunction(own) and (takes := other_signature(own, names)):
                 return f"its {method} takes {takes}, and is called with ({', '.join(names[1:])})"
-    return f"it lacks {', '.join(lacking)}" if lacking else ""
+    return ""
+
+
+def missing_methods(instance: Any, like: type) -> list[str]:
+    """Return the methods of a protocol that an instance has not."""
+    methods = {
+        name for base in like.__mro__ for name, each in vars(base).items()
+        if inspect.isfunction(each) and not name.startswith("_")
+    }  # fmt: skip
+    return sorted(name for name in methods if not callable(getattr(instance, name, None)))
 
 
 def other_signature(function: Any, arguments: Sequence[str]) -> str:
-    """Return the parameters of a function that cannot be called with so many arguments; "" where it can."""
+    """Return the parameters of a function that cannot be called with so many arguments; "" where it can.
+
+    Of one with a decorator those of the decorator's count, which may supply others itself.
+    """
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # of what is no Python function
         return ""
     try:
@@ -50,13 +56,14 @@ def other_signature(function: Any, arguments: Sequence[str]) -> str:
 
 def unusable_type(option: Field[Any], options: type) -> str:
     """Return what is wrong with the type of an option, and what to write; "" where nothing is."""
-    hint = option.type
-    with contextlib.suppress(TypeError, NameError):  # of types that are imported for type checkers alone
+    try:
         hint = get_type_hints(options)[option.name]
+    except (TypeError, NameError):  # of types that are imported for type checkers alone
+        return ""
     if get_origin(hint) is Literal:
         choices = ", ".join(f'"{choice}"' for choice in get_args(hint))
         return f"is a Literal: write {option.name}: str = one_of({choices}), with one_of of impala_llm.settings"
-    if option.default is None and hint is not Any and type(None) not in get_args(hint):
+    if option.default is None and hint not in (Any, type(None)) and type(None) not in get_args(hint):
         written = getattr(hint, "__name__", str(hint))
         return f"is {written} and its default is None: write {option.name}: {written} | None = None"
     return ""

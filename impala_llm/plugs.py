@@ -325,7 +325,8 @@ def make_options(kind: Kind, name: str, options: type | None, values: Mapping[st
             f"{key}.{option}={values.get(option)} has the wrong type: {reason}; the default is {own.get(option)!r}"
         ) from None
     except Exception as error:  # its __post_init__ is other people's code
-        raise ValueError(f"{chosen} refuses its options: {type(error).__name__}: {error}") from error
+        reason = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"{chosen} refuses its options: {type(error).__name__}: {reason}") from error
 
 
 def make_part(kind: Kind, in_files: Mapping[str, Any], words: Sequence[str]) -> Any:

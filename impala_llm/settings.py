@@ -277,6 +277,11 @@ class CreditSettings:
     is_for_one_step: ClassVar[bool] = False
     """Whether its advantages hold only for the weights that an update begins with, and so for one optimizer step."""
 
+    @property
+    def ignores_scale(self) -> bool:
+        """Whether its advantages are the same whatever the rewards are divided by."""
+        return False
+
     def problems(self, algorithm: "AlgorithmConfig") -> list[str]:
         """Reasons why this credit cannot work with the other settings: sentences with key, value and fix."""
         return []
@@ -294,6 +299,14 @@ class LossSettings:
     """Name -> meaning of each metric; a name without `/` is logged under `loss/`."""
     bounds_steps: ClassVar[bool] = True
     """Whether it bounds how far several optimizer steps on a batch move the policy."""
+
+    def needs_sampling_policy(self, num_steps: int) -> bool:
+        """Return whether behaviour log-probabilities must be those of the version that sampled each token.
+
+        Args:
+            num_steps: optimizer steps an update.
+        """
+        return False
 
     def problems(self, algorithm: "AlgorithmConfig") -> list[str]:
         """Reasons why this loss cannot work with the other settings: sentences with key, value and fix."""
@@ -463,6 +476,11 @@ class LearnerConfig:
     def num_processes(self) -> int:
         """Processes of the learner."""
         return self.num_ranks * self.tensor_parallel
+
+    @property
+    def steps_per_update(self) -> int:
+        """Optimizer steps an update."""
+        return self.epochs * self.minibatches
 
 
 @dataclass

@@ -111,7 +111,7 @@ class Trainer:
         with self.timer.stage("forward"):
             learner, seed = self.config.learner, (self.config.run.seed, self.ranks.rank, self.num_updates)
             steps = optimizer_steps(len(batch.trajectories), learner.epochs, learner.minibatches, seed)
-            self.survey.look(update, len(steps))
+            self.log.add_all(self.survey.look(update, len(steps)))
         for number, part in enumerate(steps):
             rules = self.rules(update, update.counts if len(steps) == 1 else self.part_counts(update, part))
             if isinstance(self.loss, BatchLoss):
@@ -126,7 +126,7 @@ class Trainer:
             sizes = self.balance.bring_home(batch, update.sizes)
             if update.culprits:
                 culprits = [batch.trajectories[i] for i in sorted(update.culprits)]
-                reason = reason_left_out(culprits, self.credit.discount, version, self.loss.name)
+                reason = reason_left_out(culprits, version, self.config.algorithm)
                 self.warnings.log("A STEP IS LEFT OUT, ADVANTAGE, LOSS OR GRADIENT IS NOT FINITE", reason)
             taught = [batch.trajectories[i] for i in update.teaching]
             self.watch(batch.trajectories, taught, update.entropy / self.config.learner.epochs)

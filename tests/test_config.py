@@ -246,7 +246,7 @@ def test_none_is_null_on_the_command_line() -> None:
         ),
         (
             ["algorithm=decoupled_ppo", "algorithm.recompute_behaviour=always"],
-            ["algorithm.recompute_behaviour=always", "algorithm.loss.proximal=auto", "proximal=recomputed"],
+            ["algorithm.recompute_behaviour=always", "algorithm.loss=decoupled_ppo", "proximal=recomputed"],
         ),
         (
             ["algorithm.recompute_behaviour=often"],

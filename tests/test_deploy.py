@@ -261,7 +261,7 @@ def test_actors_give_their_gpus_back_when_their_learner_does_not_come_back(mount
     assert int(wait) == patience_s
     # They end with 1 then, and with 2 for settings that will fail again: neither is begun anew.
     assert job["template"]["spec"]["restartPolicy"] == "Never"  # which a policy of failures is for
-    [final, disrupted] = job["podFailurePolicy"]["rules"]
+    [disrupted, final] = job["podFailurePolicy"]["rules"]
     assert final["action"] == "FailIndex" and {1, 2, 124} == set(final["onExitCodes"]["values"])
     assert disrupted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
     composed = yaml.safe_load((DEPLOY / "compose.yaml").read_text())

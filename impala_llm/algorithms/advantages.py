@@ -195,6 +195,10 @@ class GroupRelative(EpisodeCredit):
     normalize_std: bool = False
     """Divide by the group's standard deviation."""
 
+    @property
+    def ignores_scale(self) -> bool:
+        return self.normalize_std
+
     def prepare(self, episodes: Episodes) -> Prepared:
         return Prepared(group_relative(episodes.returns, episodes.group_ids, self.normalize_std))
 

@@ -172,6 +172,9 @@ class DecoupledPPO(Loss):
     proximal_cap: float | None = bounded(None, 1e-3)
     """Cap of the weight π_prox/μ; None: not truncated."""
 
+    def needs_sampling_policy(self, num_steps: int) -> bool:
+        return self.proximal == "log_linear" or (self.proximal == "auto" and num_steps == 1)
+
     def __call__(self, scored: Scored, advantages: Tensor) -> LossOutput:
         at_start = scored.proximal_log_probs
         if self.proximal == "log_linear" or (self.proximal == "auto" and at_start is None):

@@ -170,6 +170,10 @@ class Preference(EpisodeCredit):
         metrics = [(f"preference/{name}", value, float(found.num_pairs)) for name, value in found.metrics.items()]
         return Prepared(found.advantages * (num_episodes / max(1.0, num_pairs)), metrics)
 
+    @property
+    def ignores_scale(self) -> bool:
+        return True
+
     def problems(self, algorithm: AlgorithmConfig) -> list[str]:
         found = super().problems(algorithm)
         if algorithm.aggregate != "sequence_mean_token_sum":

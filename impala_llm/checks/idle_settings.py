@@ -86,7 +86,6 @@ def _rules_of_learning(config: Config) -> list[_Rule]:
     if learner.tensor_parallel > 1:
         shares.append("learner.tensor_parallel=1")
     of_tokens = algorithm.credit.name == "vtrace" and getattr(algorithm.credit, "granularity", "") == "token"
-    of_any_scale = algorithm.credit.name == "preference" or getattr(algorithm.credit, "normalize_std", False)
     overlong = max(1, config.engine.max_length // 4)
     replayed = "replay.max_replayed_share=0.5" + (" and replay.max_replays=4" if replay.max_replays == 1 else "")
     return [
@@ -101,7 +100,7 @@ def _rules_of_learning(config: Config) -> list[_Rule]:
          Idle("with algorithm.overlong_tokens=null", f"algorithm.overlong_tokens={overlong}")),
         (not algorithm.credit.learns_from_rewards, _OF_REWARDS,
          Idle(f"with algorithm.credit={algorithm.credit.name}, which learns from no reward")),
-        (of_any_scale, ["algorithm.normalize_reward"],
+        (algorithm.credit.ignores_scale, ["algorithm.normalize_reward"],
          Idle(f"with algorithm.credit={algorithm.credit.name}, whose advantages are the same at any scale of rewards")),
         (algorithm.entropy_target is None, ["algorithm.entropy_rate"],
          Idle("with algorithm.entropy_target=null", "algorithm.entropy_target=0.5")),

@@ -435,14 +435,12 @@ def _step_problems(config: Config) -> list[str]:
                 f"learner.{key}={value} does not go with algorithm.credit={algorithm.credit.name}, whose advantages "
                 f"hold only for the weights that an update begins with: set learner.{key}=1"
             )
-    loss, num_steps = algorithm.loss, config.learner.epochs * config.learner.minibatches
-    proximal = getattr(loss, "proximal", "") if loss.name == "decoupled_ppo" else ""
-    is_on_line = proximal == "log_linear" or (proximal == "auto" and num_steps == 1)
-    if is_on_line and algorithm.recompute_behaviour != "never":
+    loss, recomputes = algorithm.loss, algorithm.recompute_behaviour
+    if recomputes != "never" and loss.needs_sampling_policy(config.learner.steps_per_update):
         found.append(
-            f"algorithm.recompute_behaviour={algorithm.recompute_behaviour} does not go with algorithm.loss.proximal="
-            f"{proximal} at one step an update, a line that begins at the version that sampled, while the ratios would "
-            "begin at a later one: set algorithm.recompute_behaviour=never, or algorithm.loss.proximal=recomputed"
+            f"algorithm.recompute_behaviour={recomputes} does not go with algorithm.loss={loss.name}, whose proximal "
+            "policy lies on a line that begins at the version that sampled, while the ratios would begin at a later "
+            "one: set algorithm.recompute_behaviour=never, or algorithm.loss.proximal=recomputed"
         )
     return found
 

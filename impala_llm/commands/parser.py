@@ -370,5 +370,7 @@ def learned_policy(overrides: Sequence[str]) -> tuple[Path, str] | None:
     newest = max(there, key=updates.__getitem__)
     update = updates[newest]
     logged = int(last_metrics(file.parent / "tensorboard").get("step", update))
-    of = f", of update {update}" if update >= 0 else ""
-    return newest, of + (f" (the metrics of the run go to update {logged})" if logged > update else "")
+    if update < 0:  # an earlier release wrote it
+        return newest, ""
+    behind = f" (the metrics of the run go to update {logged})" if logged > update else ""
+    return newest, f", of update {update}{behind}"

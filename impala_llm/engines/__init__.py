@@ -5,7 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from impala_llm.engines.base import Engine, EngineSetup
+from impala_llm.engines.base import Engine, EngineError, EngineSetup
+from impala_llm.part_signatures import missing_methods
 from impala_llm.plugs import ENGINES, load
 from impala_llm.settings import Config
 
@@ -22,6 +23,9 @@ def make_engine(
 
     Args:
         index: of the actor on this host, which gets its share of `engine.urls`; None: no actor, which gets all of them.
+
+    Raises:
+        EngineError: what was made lacks methods of an engine.
     """
     import torch
 
@@ -35,6 +39,10 @@ def make_engine(
     engine: Engine = load(ENGINES, config.engine.name)(
         EngineSetup(config, policy, version, device, index or 0, weights, server_key)
     )
+    if missing := missing_methods(engine, Engine):
+        raise EngineError(
+            f"engine.name={config.engine.name} has no method {' and no '.join(missing)}: add what is missing"
+        )
     return engine
 
 

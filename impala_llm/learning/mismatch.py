@@ -133,6 +133,7 @@ class MismatchMonitor:
     def __init__(self, config: Config, model: PolicyModel, device: torch.device, budget: TokenBudget) -> None:
         self._mode = config.algorithm.recompute_behaviour
         self._threshold = config.algorithm.mismatch_alarm
+        self._needs_sampling_policy = config.algorithm.loss.needs_sampling_policy(config.learner.steps_per_update)
         self._temperature = config.engine.temperature
         self._budget = budget
         self._dtype = config.engine.dtype
@@ -282,7 +283,8 @@ class MismatchMonitor:
         if self._mode != "never":
             fixes.append(f"algorithm.recompute_behaviour={self._mode} uses the learner's own until then")
         else:
-            fixes.append("set algorithm.recompute_behaviour=on_mismatch to use the learner's own")
+            proximal = " and algorithm.loss.proximal=recomputed" if self._needs_sampling_policy else ""
+            fixes.append(f"set algorithm.recompute_behaviour=on_mismatch{proximal} to use the learner's own")
         self._warnings.log(
             "ENGINE AND LEARNER DISAGREE",
             f"their log-probabilities of the same tokens and version differ by {mean:.3g} nats on average, above "

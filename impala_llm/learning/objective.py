@@ -16,6 +16,7 @@ from impala_llm.algorithms import importance, losses
 from impala_llm.algorithms.advantages import ROUNDING
 from impala_llm.algorithms.interface import (
     BatchLoss,
+    Credit,
     LossOutput,
     MetricValue,
     PackedBatch,
@@ -25,7 +26,7 @@ from impala_llm.algorithms.interface import (
     parts_of,
 )
 from impala_llm.learning.mismatch import Comparison, Recomputed, compare
-from impala_llm.learning.own_parts import call_credit, call_loss, call_measure
+from impala_llm.learning.own_parts import PartFault, call_credit, call_loss, call_measure
 from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.scoring import TokenScores
 from impala_llm.settings import AlgorithmConfig, Config
@@ -84,6 +85,11 @@ class Rules:
     """Limit that the loss has found over the whole batch of the step; None where it needs none."""
 
 
+def _values_of_rows(value_rows: Tensor, num_rows: int) -> tuple[int, ...]:
+    """Number of values of each row. value_rows: int64[K], row of each value."""
+    return tuple(value_rows.bincount(minlength=num_rows).tolist())
+
+
 @dataclass(frozen=True)
 class AtStart:
     """Values of rows by the weights that the update began with, where it has several optimizer steps."""
@@ -92,44 +98,56 @@ class AtStart:
     """float32[N]: log π of the action tokens, the proximal policy."""
     advantages: Tensor
     """float32[N]: by the credit."""
-    targets: Tensor | None
-    """float32[K]: of the values, in the order of the rows; None where no values are fitted."""
+    targets: Tensor
+    """float32[K]: of the values, in the order of the rows; K is 0 where no values are fitted."""
+    num_values: tuple[int, ...]
+    """Values of each row."""
 
     @staticmethod
-    def of(log_probs: Tensor, worth: Worth) -> "AtStart":
+    def of(log_probs: Tensor, worth: Worth, num_rows: int) -> "AtStart":
         """Keep the values of a micro-batch."""
         if worth.targets is None or worth.value_rows is None:
-            return AtStart(log_probs, worth.advantages, None)
-        return AtStart(log_probs, worth.advantages, worth.targets[worth.value_rows.argsort(stable=True)])
+            return AtStart(log_probs, worth.advantages, worth.advantages[:0], (0,) * num_rows)
+        targets = worth.targets[worth.value_rows.argsort(stable=True)]
+        return AtStart(log_probs, worth.advantages, targets, _values_of_rows(worth.value_rows, num_rows))
 
-    def split(self, num_tokens: Sequence[int], num_values: Sequence[int]) -> list["AtStart"]:
+    def split(self, num_tokens: Sequence[int]) -> list["AtStart"]:
         """Return those of each row, on the CPU.
 
         Args:
-            num_tokens, num_values: of each row.
+            num_tokens: of each row.
         """
         log_probs, advantages = (part.cpu().split(list(num_tokens)) for part in (self.log_probs, self.advantages))
-        none = (None,) * len(num_tokens)
-        targets = none if self.targets is None else self.targets.cpu().split(list(num_values))
-        return list(map(AtStart, log_probs, advantages, targets))
+        targets, num_values = self.targets.cpu().split(list(self.num_values)), [(num,) for num in self.num_values]
+        return list(map(AtStart, log_probs, advantages, targets, num_values))
 
     @staticmethod
     def joined(rows: Sequence["AtStart"], device: torch.device) -> "AtStart":
         """Return those of several rows, on a device."""
-        targets = [row.targets for row in rows if row.targets is not None]
         return AtStart(
             torch.cat([row.log_probs for row in rows]).to(device),
             torch.cat([row.advantages for row in rows]).to(device),
-            torch.cat(targets).to(device) if targets else None,
+            torch.cat([row.targets for row in rows]).to(device),
+            tuple(row.num_values[0] for row in rows),
         )
 
-    def replace_in(self, worth: Worth) -> Worth:
-        """Return a credit's result of now with the advantages and targets of then, and so with the values of now."""
+    def replace_in(self, worth: Worth, credit: Credit) -> Worth:
+        """Return a credit's result of now with the advantages and targets of then, and so with the values of now.
+
+        Raises:
+            PartFault: it has other numbers of values now.
+        """
         targets = worth.targets
-        if self.targets is not None and worth.value_rows is not None:
+        if targets is not None and worth.value_rows is not None:
+            if (found := _values_of_rows(worth.value_rows, len(self.num_values))) != self.num_values:
+                raise PartFault(
+                    f"algorithm.credit={credit.name} returned {found} values for the rows of a micro-batch, and "
+                    f"{self.num_values} before the first step of the update: which values it returns may not depend on "
+                    "the weights, or set learner.epochs=1 and learner.minibatches=1"
+                )
             targets = torch.empty_like(self.targets)
             targets[worth.value_rows.argsort(stable=True)] = self.targets
-        return replace(worth, advantages=self.advantages, targets=targets)
+        return replace(worth, advantages=self.advantages, targets=targets, metrics=())
 
 
 @dataclass(frozen=True)
@@ -227,9 +245,10 @@ def credited(
 ) -> tuple[Scored, Worth, Tensor]:
     """Score a micro-batch by one forward; return also its worth, and bool[N]: the action tokens that teach."""
     scored = score(model, batch, config.engine.temperature, rows, rules.version)
-    worth = call_credit(parts_of(config.algorithm)[0], scored, batch, rows.prepared)
+    credit = parts_of(config.algorithm)[0]
+    worth = call_credit(credit, scored, batch, rows.prepared)
     if rows.at_start is not None:
-        worth = rows.at_start.replace_in(worth)
+        worth = rows.at_start.replace_in(worth, credit)
     worth = whitened(worth, rules.whitening)
     keep = teaches(config.algorithm, scored, worth.advantages, rules.oldest_version)
     return replace(scored, batch_limit=rules.batch_limit), worth, keep

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from impala_llm.algorithms.interface import PackedBatch, parts_of
+from impala_llm.algorithms.interface import MetricValue, PackedBatch, parts_of
 from impala_llm.learning.mismatch import Comparison, MismatchMonitor, compare
-from impala_llm.learning.objective import AtStart, Rows, score
+from impala_llm.learning.objective import AtStart, Rows, named, score
 from impala_llm.learning.own_parts import call_credit
 from impala_llm.learning.packing import TokenBudget
 from impala_llm.learning.policy.model import PolicyModel
@@ -45,17 +45,23 @@ class Survey:
         self._model, self._ranks, self._budget, self._monitor = model, ranks, budget, monitor
         self._rows, self._take_part = rows, take_part
 
-    def look(self, update: Update, num_steps: int) -> None:
-        """Set `Update.at_start` and `Update.whitening` where the update's steps need them. All ranks call it."""
+    def look(self, update: Update, num_steps: int) -> list[MetricValue]:
+        """Set `Update.at_start` and `Update.whitening` where the update's steps need them. All ranks call it.
+
+        Returns:
+            The credit's metrics, where what it returns counts for all steps.
+        """
         moments = self._prepared_moments(update) if self._whitens else None
+        metrics: list[MetricValue] = []
         if num_steps > 1 or (self._whitens and moments is None):
-            found = self._score(update, keeps=num_steps > 1)
+            found, metrics = self._score(update, keeps=num_steps > 1)
             moments = moments or found
         if self._whitens:
             assert moments is not None
             count, total, squares = self._ranks.sum(moments)
             mean = total / max(1.0, count)
             update.whitening = mean, math.sqrt(max(0.0, squares / max(1.0, count) - mean * mean))
+        return metrics if num_steps > 1 else []
 
     def _prepared_moments(self, update: Update) -> list[float] | None:
         """Number, sum, and sum of squares of this rank's advantages, where they are those of whole episodes."""
@@ -66,7 +72,7 @@ class Survey:
         return [float(part.sum()) for part in (sizes, sizes * advantages, sizes * advantages.square())]
 
     @torch.no_grad()
-    def _score(self, update: Update, keeps: bool) -> list[float]:
+    def _score(self, update: Update, keeps: bool) -> tuple[list[float], list[MetricValue]]:
         """Score the batch by the weights that the update begins with.
 
         Args:
@@ -74,32 +80,30 @@ class Survey:
                 of later steps.
 
         Returns:
-            As `_prepared_moments`.
+            What `_prepared_moments` returns, and the credit's metrics.
         """
         taught = [update.batch.trajectories[i] for i in update.teaching]
 
-        def scored(cpu_micro: PackedBatch) -> tuple[list[int], Rows, AtStart, list[int], Comparison]:
+        def scored(cpu_micro: PackedBatch) -> tuple[list[int], Rows, AtStart, list[MetricValue], Comparison]:
             indices = [update.teaching[i] for i in cpu_micro.members]
             micro, rows = self._rows(update, cpu_micro, indices)
             found = score(self._model, micro, self._temperature, rows, update.version)
             worth = call_credit(self._credit, found, micro, rows.prepared)
-            value_rows = micro.segment_ids[:0] if worth.value_rows is None else worth.value_rows
-            num_values = value_rows.bincount(minlength=len(indices)).tolist()
             comparison = compare(found.log_probs, micro, update.version, rows.is_own)
-            return indices, rows, AtStart.of(found.log_probs, worth), num_values, comparison
+            values = AtStart.of(found.log_probs, worth, len(indices))
+            return indices, rows, values, named("credit", worth.metrics), comparison
 
-        moments = [0.0, 0.0, 0.0]
-        for indices, rows, values, num_values, comparison in self._budget.run(
-            taught, scored, take_part=self._take_part
-        ):
+        moments, metrics = [0.0, 0.0, 0.0], list[MetricValue]()
+        for indices, rows, values, measured, comparison in self._budget.run(taught, scored, take_part=self._take_part):
             advantages = values.advantages.double()
             sums = (float(len(advantages)), float(advantages.sum()), float(advantages.square().sum()))
             moments = [total + part for total, part in zip(moments, sums, strict=True)]
+            metrics += measured
             self._monitor.count(rows.recomputed, len(indices))
             if keeps:
                 trajectories = [update.batch.trajectories[i] for i in indices]
                 self._monitor.record(comparison)
                 self._monitor.keep(trajectories, values.log_probs)
-                parts = values.split([t.num_action_tokens for t in trajectories], num_values)
+                parts = values.split([t.num_action_tokens for t in trajectories])
                 update.at_start |= dict(zip(indices, parts, strict=True))
-        return moments
+        return moments, metrics

@@ -11,6 +11,7 @@ from impala_llm.algorithms.advantages import episode_return, levelled_returns
 from impala_llm.algorithms.interface import MetricValue
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.objective import AtStart, Denominators, Outcome
+from impala_llm.settings import AlgorithmConfig
 from impala_llm.trajectory import Trajectory
 
 
@@ -46,23 +47,23 @@ def have_gradients(trajectories: Sequence[Trajectory], oldest_version: int, disc
     return [t.newest_version >= oldest_version and t.group_id not in of_equals for t in trajectories]
 
 
-def reason_left_out(culprits: Sequence[Trajectory], discount: float, version: int, loss: str) -> str:
+def reason_left_out(culprits: Sequence[Trajectory], version: int, algorithm: AlgorithmConfig) -> str:
     """Reason why a step is left out: a sentence that names the values that are not finite.
 
     Args:
         culprits: trajectories with such values.
-        discount: γ, per turn.
         version: policy version, for the message.
-        loss: name of the loss.
     """
     first = culprits[0]
     others = f" and {len(culprits) - 1} more of the batch" if len(culprits) > 1 else ""
-    earned = episode_return(first, discount)
-    check = f"algorithm.loss={loss}, since its rewards are finite" if math.isfinite(earned) else "its rewards"
+    earned = episode_return(first, algorithm.credit.discount)
+    by_loss = f"algorithm.loss={algorithm.loss.name}, since its rewards are finite"
+    check = by_loss if math.isfinite(earned) else "its rewards"
     return (
         f"episode {first.episode_id} (task {first.task_id} of {first.env}, by {first.actor_id}, return "
         f"{earned:g}){others}, at version {version}: check {check}, or "
-        "set algorithm.normalize_reward=true or a lower learner.learning_rate"
+        f"set {'' if algorithm.credit.ignores_scale else 'algorithm.normalize_reward=true or '}a lower "
+        "learner.learning_rate"
     )
 
 

@@ -243,6 +243,8 @@ def _made(name: str, directory: Path) -> Writer:
         return _JsonLines(directory)
     try:
         writer: Writer = load(METRIC_WRITERS, name)(directory)
+        if not callable(getattr(writer, "write", None)):
+            raise TypeError("it has no method write")
         return writer
     except Exception as error:  # a writer is other people's code
         reason = " ".join(str(error).split())

@@ -16,9 +16,9 @@ def most_cores() -> float:
     for folder in _folders("cpu"):
         # Version 2 has both numbers in one file, version 1 in two.
         text = _text(folder / "cpu.max") or _text(folder / "cpu.cfs_quota_us") + _text(folder / "cpu.cfs_period_us")
-        if text and not text.startswith(("max", "-1")):
-            quota, period = map(int, text.split())
-            limits.append(math.ceil(quota / period))
+        numbers = text.split()
+        if len(numbers) == 2 and numbers[0] not in ("max", "-1"):
+            limits.append(math.ceil(int(numbers[0]) / int(numbers[1])))
     return min(limits)
 
 
@@ -38,12 +38,15 @@ def _folders(controller: str) -> Iterator[Path]:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        folder = ROOT / "sys/fs/cgroup" / controllers  # of version 2 none are named
-        yield folder
-        # A container may be told its path on the host, while its own group lies at the root.
-        for part in path.split("/"):
-            folder /= part
+        # Version 2 names no controller. Version 1 may name several that are mounted together, in any order, and have a
+        # link for each.
+        for mounted in {controllers, controller if controllers else ""}:
+            folder = ROOT / "sys/fs/cgroup" / mounted
             yield folder
+            # A container may be told its path on the host, while its own group lies at the root.
+            for part in path.split("/"):
+                folder /= part
+                yield folder
 
 
 def _text(file: Path) -> str:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from impala_llm.config import ConfigError, load, to_yaml
+from impala_llm.engines import make_engine
+from impala_llm.engines.base import EngineError
 from tests.system.forked_command import forked_command
 
 RECIPE = Path(__file__).parents[2] / "docs" / "engines.md"
@@ -21,6 +23,10 @@ class NoSetup(Echo):
 class NoStats:
     def __init__(self, setup): pass
     async def start(self): pass
+
+class Made:
+    Options = Echo.Options
+    def __new__(cls, setup): return Echo(setup)
 """
 
 
@@ -51,7 +57,6 @@ def test_its_options_are_settings(own: Path) -> None:
         (["engine.name=nowhere:Engine"], ["engine.name=nowhere:Engine", "nowhere", "PYTHONPATH"]),
         (["engine.name=my_engine:Bell"], ["engine.name=my_engine:Bell", "my_engine has no Bell"]),
         (["engine.name=unfinished:NoSetup"], ["unfinished:NoSetup", "it takes (), and is called with (setup)"]),
-        (["engine.name=unfinished:NoStats"], ["unfinished:NoStats cannot be used: it lacks ", "stats", "generate"]),
         ([*OWN, "engine.options.wrong=1"], ["engine.options.wrong=1", "engine.options.wrong_share?"]),
         ([*OWN, "engine.options.wrong_share=2"], ["engine.options.wrong_share=2", "between 0 and 1"]),
         (["engine.options.dtype=float32"], ["engine.options.dtype=float32", "engine.name=torch", "engine.*"]),
@@ -63,6 +68,14 @@ def test_what_does_not_exist_is_refused_with_what_does(own: Path, words: list[st
     assert len(str(caught.value).splitlines()) == 1
     for word in said:
         assert word in str(caught.value)
+
+
+def test_one_that_lacks_methods_is_refused_when_it_is_made(own: Path, tiny_model: Path) -> None:
+    config = load(["experiment=toy", "engine.name=unfinished:NoStats"])
+    with pytest.raises(EngineError, match=r"engine.name=unfinished:NoStats has no method abort and .*stats: add what"):
+        make_engine(config, tiny_model, 0)
+    made = make_engine(load(["experiment=toy", "engine.name=unfinished:Made"]), tiny_model, 0)
+    assert type(made).__name__ == "Echo", "whatever makes it"
 
 
 @pytest.mark.system

@@ -19,6 +19,7 @@ OWN = ["model=scratch", "env=my_env:NextLetter"]
 
 ODD = """
 import enum
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -43,14 +44,26 @@ class Plain(Empty):
     class Options:
         size = 1
 
-class Short:
-    def tasks(self, split): return range(1)
-
 class Delegating:
     name, system_prompt = "delegating", ""
     def __init__(self, size: int = 1):
-        suite = Empty()
-        self.tasks, self.session, self.signature = suite.tasks, suite.session, suite.signature
+        for method in ("tasks", "session", "signature"):
+            setattr(self, method, getattr(Empty(), method))
+
+def cached(function):
+    @functools.wraps(function)
+    def call(self, *given): return function(self, *given, {})
+    return call
+
+class Decorated(Empty):
+    @cached
+    def tasks(self, split, cache): return range(1)
+
+class Postponed(Empty):
+    @dataclass
+    class Options:
+        limit: "float | None" = None
+        other: "Absent" = 1
 
 class Still(Empty):
     def session(self): return None
@@ -146,6 +159,7 @@ def test_without_options_the_parameters_are_its_settings(own: Path) -> None:
 
 def test_its_methods_may_be_set_when_it_is_made(own: Path) -> None:
     assert load(["model=scratch", "env=odd:Delegating", "env.args.size=3"]).env.args == {"size": 3}
+    assert load(["model=scratch", "env=odd:Decorated"]).env.name == "odd:Decorated", "a decorator may give the rest"
 
 
 def test_who_takes_arguments_of_any_name_gets_them(own: Path) -> None:
@@ -199,9 +213,9 @@ def test_what_was_saved_loads_again(own: Path) -> None:
         (["env.name=nowhere:Suite"], ["env.name=nowhere:Suite", "nowhere", "PYTHONPATH"]),
         (["env.name=broken:Suite"], ["env.name=broken:Suite", "broken: ", "'nothing_of_this_name'", "correct it"]),
         (["env.name=broken:Suite"], ["in ", "broken.py:1)"]),
-        (["env.name=odd:Short"], ["env.name=odd:Short cannot be used: it lacks session, signature"]),
         (["env.name=odd:Still"], ["env.name=odd:Still", "its session takes (), and is called with (training)"]),
         (["env.name=odd:Chosen"], ["its option side is a Literal", 'side: str = one_of("left", "right")']),
+        (["env.name=odd:Postponed"], ["odd:Postponed refuses its options", "'Absent' is not defined"]),
         (["env.name=odd:Vague", "env.args.limit=3"], ["limit is float and its default is None", "limit: float | None"]),
         (["env.name=wrong:suite"], ["env.name=wrong:suite", "wrong: SyntaxError", "correct it"]),
         (["env.name=my_env:Chess"], ["env.name=my_env:Chess", "my_env has no Chess"]),

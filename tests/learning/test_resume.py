@@ -175,6 +175,14 @@ def test_work_of_another_run_that_memory_alone_holds_is_not_removed(
     assert "is removed, and its actors are told to end" in how_to_start(load(settings)).notes[0]
 
 
+def test_work_of_another_run_that_has_gone_on_elsewhere_is_removed(settings: list[str], tmp_path: Path) -> None:
+    """Its folder knows another run than what is left here: nobody can go on from that."""
+    other = tmp_path / "other"
+    make_run([*settings, f"run.dir={other}"], 20)
+    leave_in_memory(settings, other, run_id=78)
+    assert "is removed, and its actors are told to end" in how_to_start(load(settings)).notes[0]
+
+
 def test_what_actors_of_another_host_left_in_memory_is_not(settings: list[str]) -> None:
     """Their supervisor has a folder of the run's name as well, for the weights; it is of no folder on the disk."""
     empty = [*settings, f"run.dir={load(settings).run.dir}-new"]

@@ -4,19 +4,20 @@ import copy
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 from impala_llm.algorithms.advantages import GroupRelative
-from impala_llm.algorithms.interface import LossOutput, PackedBatch, Scored
+from impala_llm.algorithms.interface import Credit, LossOutput, PackedBatch, Scored, Worth
 from impala_llm.algorithms.losses import PPOClip
 from impala_llm.algorithms.vtrace import GAE
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.control import EntropyControl
 from impala_llm.learning.optim import Optimizer
+from impala_llm.learning.own_parts import PartFault
 from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.settings import LearnerConfig
@@ -131,6 +132,43 @@ def test_advantages_are_those_of_the_beginning_of_the_update(tmp_path: Path, whi
     if whitens:
         assert float(values.mean()) == pytest.approx(0.0, abs=1e-5)
         assert float(values.std(unbiased=False)) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_what_is_said_of_the_critic_is_of_the_beginning_of_the_update_too(tmp_path: Path) -> None:
+    said = []
+    for epochs in (1, 4):
+        config = make_config(GAE(lam=0.5), PPOClip(), max_staleness=None)
+        config.learner = LearnerConfig(warmup_updates=0, value_learning_rate=0.1, epochs=epochs)
+        trainer = Trainer(config, Ranks("cpu"), PolicyModel.from_pretrained(save_lm(tmp_path)))
+        torch.nn.init.normal_(next(trainer.model.value_head.parameters()), generator=torch.Generator().manual_seed(0))
+        trainer.update(varied(), version=3, progress=0.0)
+        said.append(trainer.log.flush()["value/explained_variance"])
+    assert said[1] == pytest.approx(said[0], rel=1e-4) and abs(said[0]) > 1e-3
+
+
+@dataclass
+class FewerEachTime(Credit):
+    """Fits the values of fewer turns each time that it is called."""
+
+    uses_values: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, scored: Scored, batch: PackedBatch, prepared: torch.Tensor | None) -> Worth:
+        self.num_calls += 1
+        kept = slice(self.num_calls, None)
+        values = scored.values(batch.turn_value_positions[kept])
+        advantages = torch.ones_like(scored.log_probs).detach()
+        return Worth(advantages, values, torch.ones_like(values).detach(), batch.turn_segment_ids[kept], value_coef=0.5)
+
+
+def test_a_credit_whose_values_depend_on_the_weights_is_named_in_several_steps(tmp_path: Path) -> None:
+    config = make_config(FewerEachTime(name="mine:Fewer"), PPOClip(), max_staleness=None)
+    config.learner = LearnerConfig(warmup_updates=0, epochs=2)
+    trainer = Trainer(config, Ranks("cpu"), PolicyModel.from_pretrained(save_lm(tmp_path)))
+    with pytest.raises(PartFault, match=r"mine:Fewer returned .* values .*: which values it returns may not depend on"):
+        trainer.update(varied(), version=3, progress=0.0)
 
 
 def test_the_critic_is_fitted_to_the_targets_of_the_beginning_of_the_update(tmp_path: Path) -> None:

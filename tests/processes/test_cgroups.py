@@ -53,6 +53,9 @@ OWN, V1 = "proc/self/cgroup", "sys/fs/cgroup/cpu,cpuacct"
         # Version 1, where /proc may name the host's path, and the container's own group is mounted as the root.
         ({OWN: "4:cpu,cpuacct:/\n0::/", f"{V1}/cpu.cfs_quota_us": "-1", f"{V1}/cpu.cfs_period_us": "100000"}, 64),
         ({OWN: "4:cpu,cpuacct:/pods/a b", f"{V1}/cpu.cfs_quota_us": "250000", f"{V1}/cpu.cfs_period_us": "100000"}, 3),
+        ({OWN: "4:cpuacct,cpu:/", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000",
+          "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 2),
+        ({OWN: "4:cpu,cpuacct:/", f"{V1}/cpu.cfs_period_us": "100000"}, 64),
         ({OWN: "9:memory:/a\n4:cpu,cpuacct:/b", f"{V1}/b/cpu.cfs_quota_us": "50000",
           f"{V1}/b/cpu.cfs_period_us": "10000"}, 5),
     ],

@@ -223,11 +223,11 @@ def _removed_of_another(name: str, left: Left) -> str:
 
 def _keep_work_of_another(config: Config, left: Left) -> None:
     """Raise ConfigError where shared memory holds work of a run with another folder, which that run has not saved, and
-    which the start would remove. Where that folder is gone nobody is expected to go on with the run."""
+    which the start would remove. Where that folder is gone, or has gone on elsewhere, nobody needs the work."""
     folder, output = run_path(config.run.name), left.output
     if output is None or output == str(Path(config.run.dir).resolve()) or not Path(output).is_dir():
         return
-    if (left.run.path / _UNSAVED).exists():
+    if (left.run.path / _UNSAVED).exists() and not _left_behind(Path(output), left):
         raise ConfigError(
             f"run.name={config.run.name}: {folder} holds what the run in run.dir={output} has learned and not saved, "
             f"and this start would remove it: set another run.name, go on with that run first, or remove {folder}"
@@ -248,13 +248,18 @@ def _check_sizes(config: Config, left: Left, checkpoint: Manifest | None) -> Non
 
 def _stale(config: Config, folder: Path, left: Left) -> str:
     """Return the reason why a run cannot go on from what is left of it in shared memory; empty where it can."""
+    return _left_behind(folder, left) or _of_other_ranks(config, left)
+
+
+def _left_behind(folder: Path, left: Left) -> str:
+    """Return the reason why a run's folder on disk knows more than what is left in shared memory; empty without one."""
     newest, _ = newest_whole(folder, verifies=False)
     if newest is not None and newest.run_id != left.run.run_id:
         return f"what lies in {shared_memory()} is of another run"
     life = VersionMark(folder / FOLDER).life
     if left.life is not None and life is not None and left.life != life:
         return f"the run has gone on elsewhere since it left what lies in {shared_memory()}"
-    return _of_other_ranks(config, left)
+    return ""
 
 
 def _of_other_ranks(config: Config, left: Left) -> str:
