@@ -48,12 +48,12 @@ if [ -n "$installing" ]; then
   installing=
   cat "$reports/sglang.log"
 fi
-check "fast tests" run_pytest fast -m "not system" -n 2 --dist worksteal "$@"
+check "fast tests" run_pytest fast -m "not system" -n 3 --dist worksteal "$@"
 # They start real processes, and a busy machine can be late for a deadline: one that fails is played once more. pytest's
-# own summary names each RERUN; one that comes again and again is a defect of the test or the product. Two at a time,
-# since each waits for a part of its time; those that share a server or a process, or look for what others leave in shared
-# memory, are a group.
-check "system tests" run_pytest system -m system -n 2 --dist loadgroup --reruns 1 "$@"
+# own summary names each RERUN; one that comes again and again is a defect of the test or the product. Three at a
+# time, also on two cores, since each waits for a quarter of its time; those that share a server or a process, or look for
+# what others leave in shared memory, are a group.
+check "system tests" run_pytest system -m system -n 3 --dist loadgroup --reruns 1 "$@"
 
 echo "== summary"
 python - "$reports" <<'PY'
