@@ -235,9 +235,11 @@ def test_what_was_being_written_when_the_learner_died_is_named_and_removed(
     write(tmp_path, policy, 9)
     folder = tmp_path / "checkpoints"
     shutil.copytree(folder / "update-000009", folder / "update-000010.new")
+    shutil.copytree(folder / "update-000009", folder / "update-000008.removed")  # amid the removal of an old one
     assert [path.name for path in checkpoints(tmp_path)] == ["update-000009"]
     Checkpointer(tmp_path, 2).begin()
-    assert "checkpoint update-000010 is half-written" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "checkpoint update-000010 is half-written" in said and "update-000008" not in said
     assert names(tmp_path) == ["update-000009"]
 
 

@@ -38,6 +38,8 @@ NEW = ".new"
 """Suffix of a checkpoint that is being written."""
 REPLACED = ".old"
 """Suffix of a checkpoint while another of the same update takes its name; it counts where none has it."""
+REMOVED = ".removed"
+"""Suffix of an old checkpoint while it is removed."""
 DAMAGED = ".damaged"
 """Suffix of a checkpoint that is damaged and was passed over. It no longer counts as a checkpoint, and is kept for
 inspection."""
@@ -198,7 +200,8 @@ def set_aside(path: Path) -> Path:
 
 
 def remove_unfinished(run_folder: Path, but: Path | None = None) -> list[str]:
-    """Remove what a process that died amid a checkpoint left. Returns the names of these checkpoints.
+    """Remove what a process that died amid a checkpoint, or amid the removal of one, left. Returns the names of those
+    that were being written.
 
     One that was about to be replaced has its name again.
 
@@ -211,6 +214,8 @@ def remove_unfinished(run_folder: Path, but: Path | None = None) -> list[str]:
             remove_folder(path)
         else:
             path.rename(path.with_suffix(""))
+    for path in list(folder.glob(f"update-*{REMOVED}")):
+        remove_folder(path)
     found = [path for path in sorted(folder.glob(f"update-*{NEW}")) if path != but]
     for path in found:
         remove_folder(path)
@@ -223,7 +228,7 @@ def remove_old(run_folder: Path, num_kept: int) -> list[str]:
     for path in checkpoints(run_folder)[num_kept:]:
         if path.name != best:
             # Renamed first: what is half removed is no checkpoint.
-            gone = path.with_name(path.name + NEW)
+            gone = path.with_name(path.name + REMOVED)
             try:
                 path.rename(gone)
             except OSError as error:
