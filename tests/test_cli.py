@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -527,3 +528,5 @@ def test_an_interrupted_evaluation_after_training_names_the_command_that_makes_i
     said = capsys.readouterr().out
     assert "the evaluation was interrupted; training has finished, and its policy is saved" in said
     assert "impala-llm evaluate" in said and str(tmp_path) in said
+    [start] = re.findall(r"began as: the same command and evaluation.start=(\S+)", said)
+    assert (Path(start) / "config.json").is_file()

@@ -227,6 +227,7 @@ def test_none_is_null_on_the_command_line() -> None:
         (["algorithm=grpo"], ["algorithm=grpo is not known: here it is algorithm=group_relative_by_std"]),
         (["learner.batchsize=3"], ["learner.batchsize=3", "unknown key", "learner.batch_size"]),
         (["learner.lr=3"], ["learner.lr=3", "unknown key", "learner.learning_rate"]),
+        (["sft.lr=3"], ["sft.lr=3", "unknown key", "did you mean sft.learning_rate"]),
         (["+learner.lr=3"], ["learner.lr=3", "unknown key", "learner.learning_rate"]),
         (["++foo.bar=3"], ["foo.bar=3", "unknown key", "--help"]),
         (["algorithm.clip_low=0.1"], ["unknown key", "algorithm.loss.clip_low", "decoupled_ppo", "ppo_clip"]),

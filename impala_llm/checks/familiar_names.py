@@ -81,7 +81,10 @@ def meant_by(key: str, known: Sequence[str]) -> str | None:
     last = key.rsplit(".", 1)[-1]
     section = key.partition(".")[0]
     same = [name for name in known if name.rsplit(".", 1)[-1] == last]
-    familiar = [meant] if (meant := FAMILIAR_NAMES.get(last.lower())) else []
+    familiar = []
+    if meant := FAMILIAR_NAMES.get(last.lower()):
+        of_section = f"{section}.{meant.rpartition('.')[2]}"  # as sft.learning_rate of sft.lr
+        familiar = [of_section if of_section in known else meant]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
     # One of the section that was named comes first: learner.max_steps is no step of the shop's.
     found = sorted([*same, *familiar], key=lambda name: name.partition(".")[0] != section)

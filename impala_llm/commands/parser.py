@@ -255,12 +255,15 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
     if code == 0 and config.evaluation.before_and_after:
         with working("loading what evaluates the policy"):
             from impala_llm.evaluate import compare
+            from impala_llm.learning.policy.policy_files import resolve_policy
         try:
             StopSignals()  # SIGTERM and SIGHUP interrupt it as Ctrl-C does
             compare(config)
         except (KeyboardInterrupt, SystemExit):
             print("impala-llm: the evaluation was interrupted; training has finished, and its policy is saved")
-            print(how_to_evaluate(folder), flush=True)
+            print(how_to_evaluate(folder))
+            start = shlex.quote(str(resolve_policy(config)))
+            print(f"beside the policy that it began as: the same command and evaluation.start={start}", flush=True)
             raise
     if code != BAD_SETTINGS and written_at(folder / "policy") != before:  # else it is of an earlier start
         print(how_to_evaluate(folder))

@@ -537,15 +537,16 @@ def reserved_bytes(config: Config) -> dict[str, int]:
     All of it is reserved as the processes start: without room they would fail again and again.
     """
     pipeline, path = config.pipeline, config.model.path
+    is_narrow = pipeline.weights_dtype == "engine" and config.engine.dtype == "bfloat16"
+    published = float32_bytes(path) // (2 if is_narrow else 1)
     if not config.learner_processes_here:  # what the relay fetches
-        is_narrow = pipeline.weights_dtype == "engine" and config.engine.dtype == "bfloat16"
-        return {f"model.path={path}": RELAY_COPIES * float32_bytes(path) // (2 if is_narrow else 1)}
-    # A version that is not published may be kept, on a board of two slots.
-    num_slots = pipeline.weight_slots + (0 if config.learner.sync_interval == 1 else 2)
+        return {f"model.path={path}": RELAY_COPIES * published}
+    # A version that is not published may be kept, on a board of two slots, in float32.
+    kept = 0 if config.learner.sync_interval == 1 else 2 * float32_bytes(path)
     return {
         "replay.capacity_mb": config.learner.num_ranks * (config.replay.capacity_mb * 5 // 4 + 64) * MEGABYTE,
         "pipeline.arena_mb": config.num_actors * pipeline.arena_mb * MEGABYTE,
-        "pipeline.weight_slots": num_slots * float32_bytes(path),
+        "pipeline.weight_slots": pipeline.weight_slots * published + kept,
     }
 
 

@@ -108,8 +108,8 @@ def check_suite(suite: Any, name: str) -> None:
             raise EnvironmentFault(f"env.name={name}: {part} of its suite is {_shown(found)}: {problem}")
     if missing := [part for part in ("tasks", "session", "signature") if not callable(getattr(suite, part, None))]:
         raise EnvironmentFault(
-            f"env.name={name}: its suite, {_shown(suite)}, has no method {' and no '.join(missing)}: add what is "
-            "missing (docs/environments.md, or `impala-llm new-env NAME` for one that is whole)"
+            f"env.name={name}: its suite, a {type(suite).__name__}, has no method {' and no '.join(missing)}: add what "
+            "is missing (docs/environments.md, or `impala-llm new-env NAME` for one that is whole)"
         )
 
 

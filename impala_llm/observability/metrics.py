@@ -360,8 +360,8 @@ def describe(name: str) -> Metric:
         near = difflib.get_close_matches(name, METRICS, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "names are <part>/<what>[_unit]"
         raise MetricError(
-            f"unknown metric {name!r}: {hint} New ones are declared in observability/metrics.py, "
-            "those of a credit or loss in its `metrics`"
+            f"unknown metric {name!r}: {hint} New ones are declared: those of a credit or loss in its `metrics`, "
+            "others in observability/metrics.py"
         )
     return METRICS[name]
 

@@ -421,6 +421,24 @@ def test_an_agents_tasks_are_for_any_starting_policy(tmp_path: Path) -> None:
     preflight.check_training(load(["agent.command=echo", "model=scratch", f"run.dir={tmp_path / 'out'}"]))
 
 
+@pytest.mark.parametrize(
+    ("words", "num_bytes_each"),
+    [
+        ([], 3 * 4),
+        (["engine.dtype=bfloat16", "pipeline.weights_dtype=engine"], 3 * 2),
+        (["engine.dtype=bfloat16"], 3 * 4),
+        (["engine.dtype=bfloat16", "pipeline.weights_dtype=engine", "learner.sync_interval=2"], 3 * 2 + 2 * 4),
+    ],
+)
+def test_weights_count_in_the_dtype_in_which_they_are_published(
+    refused: Callable[..., str], model: Path, words: list[str], num_bytes_each: int
+) -> None:
+    """And what is kept beside them for a later learner in float32."""
+    num_parameters = sum(tensor.size for tensor in load_file(model / "model.safetensors").values())
+    said = refused(f"model.path={model}", "replay.capacity_mb=1000000", *words)
+    assert f"{num_bytes_each * num_parameters / (1 << 20):,.0f} MB for pipeline.weight_slots" in said
+
+
 def test_weights_count_as_the_float32_that_the_board_holds(refused: Callable[..., str], model: Path) -> None:
     weights = load_file(model / "model.safetensors")
     num_bytes = 4 * sum(tensor.size for tensor in weights.values())
