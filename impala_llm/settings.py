@@ -677,6 +677,11 @@ class Config:
         return 1 if self.actor.num_actors is None else self.actor.num_actors
 
     @property
+    def publishes_bfloat16(self) -> bool:
+        """Whether the weights for engines lie in bfloat16 in shared memory, and not in the learner's float32."""
+        return self.pipeline.weights_dtype == "engine" and self.engine.dtype == "bfloat16"
+
+    @property
     def learner_processes_here(self) -> int:
         """Processes of the learner on this host: none where actors alone run, with a learner elsewhere."""
         is_here = self.pipeline.connect is None or self.pipeline.bind is not None

@@ -166,9 +166,7 @@ class WarmStart:
         base = base_checksum(policy) if config.model.lora.rank else None
         self.facts = facts(config, data.checksum, base)
         self.log = MetricLog()
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # those of a pod, or of torchrun
-            os.environ.pop(name, None)
-        self.ranks = Ranks(config.model.device)
+        self.ranks = Ranks(config.model.device, environment={})  # in a pod too, whose variables name several
         torch.manual_seed(config.run.seed)
         model = PolicyModel.from_pretrained(policy, config.model.value_hidden_size, config.model.value_trunk_gradient)
         add_adapters(model.lm, config.model.lora)

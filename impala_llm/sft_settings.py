@@ -4,13 +4,13 @@ Invariant: config.yaml in the folder has settings that an update was made with, 
 command that began it.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from impala_llm.config import ConfigError, to_yaml
+from impala_llm.learning.checkpoints.files import write_file
 from impala_llm.settings import Config, leaves, written
 
 _FILE = "config.yaml"
@@ -98,8 +98,5 @@ def changed(config: Config) -> list[str]:
 
 
 def keep(config: Config) -> None:
-    """Write the settings into the folder. Raises OSError where the disk refuses them."""
-    file = Path(config.sft.dir) / _FILE
-    new = file.with_name(file.name + ".new")
-    new.write_text(to_yaml(config))
-    os.replace(new, file)  # so a kill, or a full disk, leaves the old one whole
+    """Write the settings into the folder. Raises OSError where the disk refuses them; the old ones then stay."""
+    write_file(Path(config.sft.dir) / _FILE, [to_yaml(config).encode()])

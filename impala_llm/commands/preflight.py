@@ -537,8 +537,7 @@ def reserved_bytes(config: Config) -> dict[str, int]:
     All of it is reserved as the processes start: without room they would fail again and again.
     """
     pipeline, path = config.pipeline, config.model.path
-    is_narrow = pipeline.weights_dtype == "engine" and config.engine.dtype == "bfloat16"
-    published = float32_bytes(path) // (2 if is_narrow else 1)
+    published = float32_bytes(path) // (2 if config.publishes_bfloat16 else 1)
     if not config.learner_processes_here:  # what the relay fetches
         return {f"model.path={path}": RELAY_COPIES * published}
     # A version that is not published may be kept, on a board of two slots, in float32.

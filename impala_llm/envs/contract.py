@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from impala_llm.envs.base import AsyncSession, Script, Session, Split, Suite
+from impala_llm.part_signatures import missing_methods
 from impala_llm.plugs import raised_at
 from impala_llm.processes.limited_warnings import RateLimitedWarnings
 from impala_llm.processes.stop_signals import ToldToStop
@@ -106,7 +107,7 @@ def check_suite(suite: Any, name: str) -> None:
     for part in ("name", "system_prompt"):
         if problem := text_problem(found := getattr(suite, part, None)):
             raise EnvironmentFault(f"env.name={name}: {part} of its suite is {_shown(found)}: {problem}")
-    if missing := [part for part in ("tasks", "session", "signature") if not callable(getattr(suite, part, None))]:
+    if missing := missing_methods(suite, Suite):
         raise EnvironmentFault(
             f"env.name={name}: its suite, a {type(suite).__name__}, has no method {' and no '.join(missing)}: add what "
             "is missing (docs/environments.md, or `impala-llm new-env NAME` for one that is whole)"

@@ -215,8 +215,7 @@ def start_model(
 
 def board_dtype(config: Config) -> torch.dtype | None:
     """Type of the weights on the board for engines; None: the learner's."""
-    is_narrow = config.pipeline.weights_dtype == "engine" and config.engine.dtype == "bfloat16"
-    return torch.bfloat16 if is_narrow else None
+    return torch.bfloat16 if config.publishes_bfloat16 else None
 
 
 def describe(config: Config, ranks: Ranks, model: PolicyModel, origin: Origin) -> None:

@@ -1,11 +1,11 @@
 """config.yaml in the folder of a run: all its settings, with which it is continued and from which others begin."""
 
 import errno
-import os
 from dataclasses import replace
 from pathlib import Path
 
 from impala_llm.config import ConfigError, to_yaml
+from impala_llm.learning.checkpoints.files import write_file
 from impala_llm.settings import Config
 
 WITH_FOLDER = ("run", "demonstrations", "sft")
@@ -20,11 +20,9 @@ def keep_settings(config: Config) -> None:
     """
     kept = for_other_runs(config)
     file = Path(config.run.dir) / "config.yaml"
-    new = file.with_name(file.name + ".new")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(to_yaml(kept))
-        os.replace(new, file)  # so a kill, or a full disk, leaves the old one whole
+        write_file(file, [to_yaml(kept).encode()])  # so a kill, or a full disk, leaves the old one whole
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         fix = "make room there, then the same command again" if is_full else "name another folder"

@@ -48,9 +48,6 @@ _DIRECTORIES = ("model.path", "algorithm.reference", "algorithm.credit.teacher")
 _OF_THE_COMMAND = ("run.resume", "run.dir", "run.name")
 """Settings that say where and how a run goes on, and not how it trains."""
 
-_UNSAVED = "unsaved"
-"""File of a run's folder in shared memory while no disk has all of its work, see `RunDirectory.keep`."""
-
 
 @dataclass(frozen=True)
 class Start:
@@ -227,7 +224,7 @@ def _keep_work_of_another(config: Config, left: Left) -> None:
     folder, output = run_path(config.run.name), left.output
     if output is None or output == str(Path(config.run.dir).resolve()) or not Path(output).is_dir():
         return
-    if (left.run.path / _UNSAVED).exists() and not _left_behind(Path(output), left):
+    if left.run.is_kept and not _left_behind(Path(output), left):
         raise ConfigError(
             f"run.name={config.run.name}: {folder} holds what the run in run.dir={output} has learned and not saved, "
             f"and this start would remove it: set another run.name, go on with that run first, or remove {folder}"

@@ -16,7 +16,7 @@ the policy run equally many passes through it, forward and backward: see `num_mi
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -55,6 +55,7 @@ class Ranks:
         sharding: replicated | fsdp2.
         cpu_offload: whether shares lie in the host's memory.
         tensor_parallel: processes of each rank.
+        environment: variables of torchrun; without them this process is alone.
     """
 
     def __init__(
@@ -64,13 +65,14 @@ class Ranks:
         sharding: str = "replicated",
         cpu_offload: bool = False,
         tensor_parallel: int = 1,
+        environment: Mapping[str, str] = os.environ,
     ) -> None:
         use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")
+        self.device = torch.device("cuda", int(environment.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")
         if use_cuda:
             torch.cuda.set_device(self.device)
-        self.num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-        self.process = int(os.environ.get("RANK", "0"))
+        self.num_processes = int(environment.get("WORLD_SIZE", "1"))
+        self.process = int(environment.get("RANK", "0"))
         self.world_size = self.num_processes // tensor_parallel
         self.rank = self.process % self.world_size
         self.tensor_parallel = tensor_parallel
@@ -85,7 +87,7 @@ class Ranks:
             is_alone = self.num_processes == 1
             dist.init_process_group(
                 backend,
-                init_method=None if is_alone else os.environ.get(RENDEZVOUS),  # torchrun's without
+                init_method=None if is_alone else environment.get(RENDEZVOUS),  # torchrun's without
                 rank=self.process,
                 world_size=self.num_processes,
                 store=dist.HashStore() if is_alone else None,

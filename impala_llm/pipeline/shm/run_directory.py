@@ -311,6 +311,11 @@ class RunDirectory:
     def _unsaved(self) -> Path:
         return self.path / "unsaved"
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether it holds work that the disk does not have, see `keep`."""
+        return self._unsaved.exists()
+
     def keep(self) -> None:
         """Have each owner leave the directory at its end, until `release`: it holds work that the disk does not have.
 
@@ -331,7 +336,7 @@ class RunDirectory:
         if self._lock is None:
             raise RunDirectoryError(f"{self._root} was attached, not created: its owner removes it")
         if self._lock.is_open:  # not in a forked process
-            if self._unsaved.exists():
+            if self.is_kept:
                 _log.warning(
                     "%s stays in memory, since it holds work of the run that is on no disk: the same command with "
                     "run.resume=true goes on with it",
