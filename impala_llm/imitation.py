@@ -43,7 +43,7 @@ class Imitation:
     def __init__(self, config: Config, model: PolicyModel, ranks: Ranks, log: MetricLog) -> None:
         self.config, self.model, self.ranks, self.log = config, model, ranks, log
         learner, sft = config.learner, config.sft
-        model.compute_in(learner.precision, learner.activation_checkpointing)
+        model.compute_in(learner.precision, learner.activation_checkpointing, learner.compile_layers)
         of_steps = replace(
             learner,
             learning_rate=sft.learning_rate,

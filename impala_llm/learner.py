@@ -51,7 +51,7 @@ from impala_llm.learning.origin import Origin, find_origin, make_model
 from impala_llm.learning.packing import OutOfMemory, RestartNeeded
 from impala_llm.learning.policy.model import policy_files
 from impala_llm.learning.policy.policy_files import resolve_policy
-from impala_llm.learning.policy.products import prepare_cpu, prepare_cuda
+from impala_llm.learning.policy.products import keep_compiled, prepare_cpu, prepare_cuda
 from impala_llm.learning.publishing import make_publisher, server_transport
 from impala_llm.learning.ranks.parallel import Ranks, check_ranks, exit_process
 from impala_llm.learning.saving import Moment, Parts, Saving
@@ -416,6 +416,7 @@ def main(argv: Sequence[str]) -> int:
     stops = StopSignals()
     prepare_cpu(threads_per_process(config))
     prepare_cuda(config.model.cuda_products)
+    keep_compiled(Path(config.run.dir) / "compiled")
     disable_progress_bar()
     ranks = Ranks.of(config)
     try:

@@ -42,7 +42,7 @@ from impala_llm.learning.policy.lora import add_adapters, is_adapted
 from impala_llm.learning.policy.model import PolicyModel, policy_files
 from impala_llm.learning.policy.model_files import base_checksum
 from impala_llm.learning.policy.policy_files import resolve_policy
-from impala_llm.learning.policy.products import prepare_cpu, prepare_cuda
+from impala_llm.learning.policy.products import keep_compiled, prepare_cpu, prepare_cuda
 from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.observability.metrics import MetricLog
@@ -424,6 +424,7 @@ def main(config: Config, folders: Sequence[Path]) -> int:
     after Ctrl-C."""
     prepare_cpu(int(os.environ.get("OMP_NUM_THREADS") or num_cores()))
     prepare_cuda(config.model.cuda_products)
+    keep_compiled(Path(config.sft.dir) / "compiled")
     try:
         warm_start(config, folders)
     except KeyboardInterrupt:

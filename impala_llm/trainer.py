@@ -67,7 +67,9 @@ class Trainer:
         declare("loss", self.loss.metrics)
         self.timer = StageTimer()
         # After its check, which is exact only in float32.
-        model.compute_in(config.learner.precision, config.learner.activation_checkpointing)
+        model.compute_in(
+            config.learner.precision, config.learner.activation_checkpointing, config.learner.compile_layers
+        )
         self.optimizer = Optimizer(model, config.learner)
         note = Path(config.run.dir) / NOTE
         self.budget = TokenBudget(config.learner.token_budget, ranks, conditions(config, ranks, model), note)

@@ -364,6 +364,10 @@ def test_none_is_null_on_the_command_line() -> None:
         ),
         (["learner.tensor_parallel=2", "model.lora.rank=4"], ["learner.tensor_parallel=2", "model.lora.rank=0"]),
         (
+            ["learner.tensor_parallel=2", "learner.compile_layers=true"],
+            ["learner.tensor_parallel=2", "learner.compile_layers=true", "learner.compile_layers=false"],
+        ),
+        (
             ["learner.tensor_parallel=2", "algorithm.recompute_behaviour=always"],
             ["algorithm.recompute_behaviour=always", "algorithm.recompute_behaviour=never"],
         ),

@@ -18,6 +18,7 @@ FAMILIAR_NAMES = {
     "gradient_accumulation": "learner.token_budget",
     "gradient_accumulation_steps": "learner.token_budget",
     "gradient_checkpointing": "learner.activation_checkpointing",
+    "torch_compile": "learner.compile_layers",
     "lambda": "algorithm.credit.lam",
     "logger": "run.metric_writers",
     "lr": "learner.learning_rate",

@@ -132,6 +132,7 @@ def _sharding_problems(config: Config) -> list[str]:
         others = {
             f"learner.sharding={learner.sharding}": (learner.sharding == "fsdp2", "learner.sharding=replicated"),
             f"model.lora.rank={rank}": (rank > 0, "model.lora.rank=0"),
+            "learner.compile_layers=true": (learner.compile_layers, "learner.compile_layers=false"),
             f"algorithm.recompute_behaviour={recomputes}": (
                 recomputes != "never",
                 "algorithm.recompute_behaviour=never",

@@ -84,7 +84,7 @@ def check_recording(config: Config) -> None:
 
 def check_warm_start(config: Config) -> None:
     """Before `impala-llm sft`. Raises ConfigError with all that was found."""
-    _raise_for(config, {"model": (_model,), "device": (_device,)})
+    _raise_for(config, {"model": (_model,), "device": (_device,), "compiler": (_compiler,)})
 
 
 def _own_metrics(config: Config) -> list[str]:
@@ -180,6 +180,7 @@ def training_checks() -> Checks:
         "environment": (_catalogue, _unseen_catalogue, _unseen_at_end, _task_file),
         **_engine_checks(),
         "keys": (_learner_keys,),
+        "compiler": (_compiler,),
         "ports": (_ports,),
         "shared memory": (_memory,),
         "disk": (_disk,),
@@ -448,6 +449,18 @@ def _device(config: Config) -> list[str]:
     if config.model.device == "cuda" and version("torch").endswith("+cpu"):
         return ["model.device=cuda, and the torch that is installed is the CPU build: install its CUDA build"]
     return []
+
+
+def _compiler(config: Config) -> list[str]:
+    """torch.compile writes C++ for a CPU, and calls the compiler that CXX names."""
+    compiler = os.environ.get("CXX", "g++")
+    is_gpu = config.model.device != "cpu" and visible_gpus()
+    if not config.learner.compile_layers or is_gpu or shutil.which(compiler):
+        return []
+    return [
+        f"learner.compile_layers=true needs a C++ compiler on a CPU, and there is no program {compiler!r}: install "
+        "g++, or set learner.compile_layers=false"
+    ]
 
 
 def _sglang(config: Config) -> list[str]:

@@ -36,6 +36,7 @@ def conditions(config: Config, ranks: Ranks, model: PolicyModel) -> dict[str, An
         "engine.max_length": config.engine.max_length,
         "learner.precision": learner.precision,
         "learner.activation_checkpointing": learner.activation_checkpointing,
+        "learner.compile_layers": learner.compile_layers,
         "the attention": model.attention,
         "learner.sharding": learner.sharding,
         "learner.cpu_offload": learner.cpu_offload,

@@ -192,6 +192,16 @@ def test_cuda_without_a_gpu_is_refused(refused: Callable[..., str], monkeypatch:
     assert "model.device=cuda" in said and "model.device=auto" in said
 
 
+def test_compiled_layers_without_a_compiler_are_refused(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-compiler")
+    said = refused("learner.compile_layers=true", "model.device=cpu")
+    assert "'no-compiler'" in said and "learner.compile_layers=false" in said
+    config = load(["experiment=quickstart", "model.device=cpu"])
+    assert [said for check in preflight.training_checks()["compiler"] for said in check(config)] == []
+
+
 def test_sglang_that_is_not_there_is_refused(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     async def none_there(python: str) -> None:
         raise preflight.BadServerSettings(f"engine.python={python} has no sglang installed")

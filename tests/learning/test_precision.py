@@ -89,3 +89,29 @@ def test_bfloat16_and_checkpointing_train_nearly_as_float32_does(tmp_path: Path)
         assert torch.equal(mine, other)
     for name in ("loss/policy", "loss/value", "loss/entropy", "optimizer/gradient_norm"):
         assert of_plain[name] != exact[name] and of_plain[name] == pytest.approx(exact[name], rel=0.05), name
+
+
+@pytest.mark.system
+def test_compiled_layers_train_as_others_do_and_are_compiled_once_for_rows_of_any_number_and_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    save_lm(tmp_path)
+    torch.compiler.reset()
+    settings = {"precision": "bfloat16", "activation_checkpointing": 2}
+    plain, of_plain = trained(tmp_path, **settings)
+    compiled, seen = trained(tmp_path, compile_layers=True, **settings)
+    for name in ("loss/policy", "loss/value", "loss/entropy", "optimizer/gradient_norm"):
+        assert seen[name] == pytest.approx(of_plain[name], rel=0.02), name
+    for mine, other in zip(compiled.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=3e-3)
+    before = num_compiled()
+    for rows in ([7, 9], [300], [40] * 8, [3, 70, 200]):
+        tokens = torch.randint(0, compiled.model.vocab_size, (sum(rows),), generator=torch.Generator().manual_seed(1))
+        hidden = compiled.model.hidden(tokens, torch.cat([torch.arange(n) for n in rows]), torch.tensor(rows))
+        hidden.sum().backward()
+    assert num_compiled() == before > 0
+
+
+def num_compiled() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

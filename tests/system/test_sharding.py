@@ -77,6 +77,7 @@ def alone(start: Start, policy: Path, tmp_path_factory: pytest.TempPathFactory) 
         (2, ["learner.tensor_parallel=2"]),
         (4, ["learner.tensor_parallel=2"]),
         (2, ["learner.sharding=fsdp2", "learner.token_budget=auto"]),
+        (2, ["learner.sharding=fsdp2", "learner.compile_layers=true"]),
         (4, ["learner.tensor_parallel=2", "learner.token_budget=auto"]),
     ],
 )

@@ -178,7 +178,8 @@ def _in_one_type(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-AttentionInterface.register(SEGMENTS, _segment_attention)
+# Not compiled with the layers: that would compile them anew for each number of lengths that a micro-batch has.
+AttentionInterface.register(SEGMENTS, torch.compiler.disable(_segment_attention))
 AttentionInterface.register(FLASH_2, _flash_attention_2)
 AttentionInterface.register(FLEX, _flex_attention)
 AttentionMaskInterface.register(FLEX, flex_attention_mask)

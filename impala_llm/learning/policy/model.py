@@ -95,7 +95,7 @@ class PolicyModel(nn.Module):
             model.other_hidden_size = len(state["0.weight"]) if {"0.weight", "2.weight"} <= set(state) else 0
         return model
 
-    def compute_in(self, precision: str, checkpoint_every: int = 0) -> None:
+    def compute_in(self, precision: str, checkpoint_every: int = 0, compiled: bool = False) -> None:
         """Set how products and attention are computed. Weights and gradients, the log-probabilities, and all that
         follows from them stay float32.
 
@@ -103,9 +103,13 @@ class PolicyModel(nn.Module):
             precision: float32 | bfloat16.
             checkpoint_every: every so many layers one keeps only its input for the backward pass, which computes the
                 layer again; 0: none. Called once with more.
+            compiled: layers are compiled by torch.compile, for any number of tokens. Called once with it.
         """
         self._dtype = torch.bfloat16 if precision == "bfloat16" else None
         layers = [module for module in self._trunk.modules() if isinstance(module, GradientCheckpointingLayer)]
+        # Each by itself, and inside of its checkpoint: all layers then share what is compiled for the first.
+        for layer in layers if compiled else ():
+            layer.forward = torch.compile(layer.forward, dynamic=True)
         for number, layer in enumerate(layers[::checkpoint_every] if checkpoint_every else ()):
             layer.forward = partial(_checkpointed, layer.forward, number % _LAYERS_BETWEEN == 0)
 
