@@ -1,6 +1,6 @@
 """Memory and precision of learner and embedded engine with a 135 M model, each measured in a process of its own.
 
-    python -m impala_llm.bench._learner_memory learner FOLDER PRECISION CHECKPOINTING     or     engine FOLDER
+    python -m impala_llm.bench._learner_memory learner FOLDER PRECISION CHECKPOINTING COMPILED     or     engine FOLDER
 
 prints one JSON object. Times are of the processor. Peak memory is the system's own figure for the process (ru_maxrss),
 files that it maps included.
@@ -27,8 +27,14 @@ from impala_llm.bench._engine_work import save_model
 from impala_llm.bench.frame import BenchError
 from impala_llm.processes.supervised import ALLOCATOR, HUGE_PAGES
 
-LEARNERS = (("float32", 0), ("bfloat16", 0), ("bfloat16", 1))
-"""learner.precision and learner.activation_checkpointing of each."""
+LEARNERS = (
+    ("float32", "0", "false"),
+    ("bfloat16", "0", "false"),
+    ("bfloat16", "1", "false"),
+    ("bfloat16", "0", "true"),
+    ("bfloat16", "1", "true"),
+)
+"""learner.precision, learner.activation_checkpointing and learner.compile_layers of each."""
 _ROW, _BUDGET = 512, 8192
 _ACTIONS = 0.2
 _UPDATES = 3
@@ -39,9 +45,9 @@ def measure_memory() -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Figures and rows of `--memory`, see `bench.learner`."""
     with tempfile.TemporaryDirectory(prefix="impala_llm-bench-learner-") as folder:
         save_model(Path(folder), "135m")
-        learners = [_in_process("learner", folder, precision, str(every)) for precision, every in LEARNERS]
+        learners = [_in_process("learner", folder, *settings) for settings in LEARNERS]
         engine = _in_process("engine", folder)
-    exact, plain, checkpointed = learners
+    exact, plain, checkpointed, compiled, both = learners
     scores = [np.array(found.pop("log_probs")) for found in learners]
     figures = {
         "learner_gb": checkpointed["peak_gb"],
@@ -49,11 +55,20 @@ def measure_memory() -> tuple[dict[str, float], list[dict[str, Any]]]:
         "checkpointing_time": checkpointed["seconds"] / plain["seconds"],
         "bfloat16_speed": exact["seconds"] / plain["seconds"],
         "bfloat16_nats": float(np.abs(scores[1] - scores[0]).mean()),
+        "compiled_speed": plain["seconds"] / compiled["seconds"],
+        "compiled_checkpointing_time": both["seconds"] / plain["seconds"],
+        "compiled_nats": float(np.abs(scores[3] - scores[1]).mean()),
         "actor_gb": engine["peak_gb"],
     }
     rows = [
-        {"process": "learner", "precision": precision, "activation_checkpointing": every, **found}
-        for (precision, every), found in zip(LEARNERS, learners, strict=True)
+        {
+            "process": "learner",
+            "precision": precision,
+            "activation_checkpointing": every,
+            "compiled": is_compiled,
+            **found,
+        }
+        for (precision, every, is_compiled), found in zip(LEARNERS, learners, strict=True)
     ]
     return figures, [*rows, {"process": "actor", "precision": "bfloat16", **engine}]
 
@@ -61,7 +76,7 @@ def measure_memory() -> tuple[dict[str, float], list[dict[str, Any]]]:
 def _in_process(*arguments: str) -> dict[str, Any]:
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     environment = {**os.environ, **threads, **ALLOCATOR, "HF_HUB_OFFLINE": "1"}  # as the supervisor does
-    if arguments[0] == "learner" and arguments[-1] != "0":
+    if arguments[0] == "learner" and arguments[3] != "0":
         environment[HUGE_PAGES] = "1"
     command = [sys.executable, "-m", "impala_llm.bench._learner_memory", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -75,8 +90,8 @@ def _peak_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
-def _learner(folder: Path, precision: str, every: str) -> dict[str, Any]:
-    """Updates in one micro-batch."""
+def _learner(folder: Path, precision: str, every: str, is_compiled: str) -> dict[str, Any]:
+    """Updates in one micro-batch, after one that does not count."""
     from impala_llm.bench._learner_loops import rows_of_actions, trainer
     from impala_llm.learning.packing import pack
     from impala_llm.learning.policy.products import prepare_cpu
@@ -85,7 +100,8 @@ def _learner(folder: Path, precision: str, every: str) -> dict[str, Any]:
     prepare_cpu(1)
     rows = rows_of_actions(folder, [_ROW] * (_BUDGET // _ROW), _ACTIONS, scored=False)
     words = [f"learner.token_budget={_BUDGET}", f"learner.precision={precision}"]
-    update, _, model = trainer(folder, rows, *words, f"learner.activation_checkpointing={every}")
+    words += [f"learner.activation_checkpointing={every}", f"learner.compile_layers={is_compiled}"]
+    update, _, model = trainer(folder, rows, *words)
     seconds = []
     for _ in range(_UPDATES):
         begin = time.process_time()

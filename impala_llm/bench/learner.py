@@ -23,9 +23,11 @@ ratios are of times in the same round. Rows: tokens a second, and the micro-batc
 
 With `--memory yes`: the peak resident memory of a process that makes updates of a 135 M model, 16 rows of 512 tokens in
 one micro-batch of 8,192 tokens, a fifth of them actions: float32, and bfloat16 with and without activation
-checkpointing; and of a process whose embedded engine (bfloat16) plays 32 episodes of it. Figures: `learner_gb`,
-`learner_gb_float32`, `checkpointing_time` (the time with over that without, in bfloat16), `bfloat16_speed` (tokens a
-second over float32's), `bfloat16_nats` (mean difference of the log-probabilities), `actor_gb`.
+checkpointing and compiled layers; and of a process whose embedded engine (bfloat16) plays 32 episodes of it. Figures:
+`learner_gb` (checkpointing, not compiled), `learner_gb_float32`, `checkpointing_time` (the time with over that without,
+in bfloat16), `bfloat16_speed` (tokens a second over float32's), `bfloat16_nats` (mean difference of the
+log-probabilities), `compiled_speed` (tokens a second over those of layers that are not), `compiled_checkpointing_time`
+(the time with both over that with neither), `compiled_nats`, `actor_gb`.
 """
 
 from __future__ import annotations
