@@ -6,7 +6,6 @@ Every result names what it was measured on: catalogue, goals, split, number of t
 
 import asyncio
 import dataclasses
-import functools
 import itertools
 import json
 from collections.abc import Callable, Coroutine, Sequence
@@ -17,8 +16,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.table import Table
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from impala_llm.config import ConfigError
@@ -35,7 +33,7 @@ from impala_llm.gateway.tasks import suite_of
 from impala_llm.learning.checkpoints.files import write_file
 from impala_llm.learning.policy.policy_files import resolve_policy
 from impala_llm.observability.intervals import change_interval, score_interval, wilson_interval
-from impala_llm.observability.terminal import working
+from impala_llm.observability.terminal import counting, working
 from impala_llm.observability.writers import MetricWriter, last_metrics
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, Turn, play_episode
 from impala_llm.settings import Config, EvaluationConfig, model_directory
@@ -104,11 +102,8 @@ def evaluate(
     contract.warn_of_shared_tasks(suite, config.evaluation.split)  # type: ignore[arg-type]
     tasks = contract.tasks(suite, config.evaluation.split)[: config.evaluation.num_tasks]  # type: ignore[arg-type]
     transcripts: dict[int, list[Turn]] = {task: [] for task in tasks[:num_examples]}
-    bar = _progress_bar()
-    shown = bar.add_task(f"{short_label(label)}: {tasks_label}", total=len(tasks))
-    with bar:
+    with counting(f"{short_label(label)}: {tasks_label}", len(tasks)) as played:
         chat = ChatFormat.of(policy, suite.system_prompt)
-        played = functools.partial(bar.advance, shown)
         episodes: list[Trajectory] = run(_play_all(config, policy, suite, tasks, chat, transcripts, played))
     result = _result(
         label,
@@ -256,20 +251,6 @@ def _result(
         turns=turns,
         tokens=tokens,
         scores=tuple(scores),
-    )
-
-
-def _progress_bar() -> Progress:
-    """Progress bar on standard error, if that is a terminal; it is redrawn while engines start, too."""
-    console = Console(stderr=True)
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}", table_column=Column(overflow="fold")),
-        BarColumn(bar_width=10),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
     )
 
 

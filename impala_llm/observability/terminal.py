@@ -16,7 +16,9 @@ from typing import Protocol, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.spinner import Spinner
+from rich.table import Column
 from rich.text import Text
 
 from impala_llm.processes.supervised import SUPERVISED, tell
@@ -231,6 +233,42 @@ def working(text: str) -> Iterator[None]:
     """Show that something is under way while the context is open, on a terminal only."""
     with Console(stderr=True).status(text):
         yield
+
+
+@contextmanager
+def counting(
+    text: str, total: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[], None]]:
+    """Show how many of `total` things are done, while the context is open. Yields what is called after each.
+
+    On a terminal a bar, which is redrawn between them too; elsewhere a line every `PLAIN_INTERVAL_S` seconds.
+
+    Args:
+        stream: standard error, unless told.
+    """
+    console = Console(file=stream or sys.stderr)
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", table_column=Column(overflow="fold")),
+        BarColumn(bar_width=10),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    shown, done, last_line = bar.add_task(text, total=total), 0, clock()
+
+    def advance() -> None:
+        nonlocal done, last_line
+        done += 1
+        bar.advance(shown)
+        if not console.is_terminal and done < total and clock() - last_line >= PLAIN_INTERVAL_S:
+            last_line = clock()
+            with suppress(OSError):
+                print(f"{text}: {done} of {total}", file=console.file, flush=True)
+
+    with bar:
+        yield advance
 
 
 def _clock_text(seconds: float) -> str:

@@ -4,7 +4,7 @@ import re
 import pyte
 
 from impala_llm.observability.metrics import METRICS, describe
-from impala_llm.observability.terminal import PATIENCE_S, PLAIN_INTERVAL_S, SHOWN, TerminalView, render
+from impala_llm.observability.terminal import PATIENCE_S, PLAIN_INTERVAL_S, SHOWN, TerminalView, counting, render
 
 EVERYTHING = {
     "rollout/window_score": 0.4567,
@@ -206,3 +206,12 @@ def test_without_a_terminal_waiting_is_said_now_and_then() -> None:
             clock.now = float(second)
             view.wait(f"{second} of 100 trajectories")
     assert [line.split()[0] for line in stream.getvalue().splitlines()] == ["0:00", "0:10", "0:20"]
+
+
+def test_without_a_terminal_what_is_done_is_counted_now_and_then() -> None:
+    clock, stream = FakeClock(), io.StringIO()
+    with counting("tasks of split test", 12, stream, clock) as played:
+        for _ in range(12):
+            clock.now += PLAIN_INTERVAL_S / 4
+            played()
+    assert stream.getvalue().splitlines() == ["tasks of split test: 4 of 12", "tasks of split test: 8 of 12"]
