@@ -4,6 +4,8 @@ Invariant: config.yaml in the folder has settings that an update was made with, 
 command that began it.
 """
 
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import yaml
 
 from impala_llm.config import ConfigError, to_yaml
 from impala_llm.learning.checkpoints.files import write_file
-from impala_llm.settings import Config, leaves, written
+from impala_llm.settings import Config, LearnerConfig, SftConfig, leaves, written
 
 _FILE = "config.yaml"
 _TEACH = (
@@ -21,6 +23,24 @@ _TEACH = (
     *("learner.max_grad_norm", "learner.precision", "learner.weight_decay"),
 )
 """Settings, beside `facts`, that change what is learned by more than rounding."""
+
+
+_OF_TRAIN = {"learner.total_updates": "sft.max_updates"} | {
+    f"learner.{of.name}": f"sft.{of.name}" for of in fields(SftConfig) if of.name in vars(LearnerConfig())
+}
+"""Settings that a warm start does not read, since it has its own."""
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Raise ConfigError for words of the command line that a warm start does not read, but its own settings instead."""
+    given = [word.lstrip("+").partition("=") for word in words]
+    problems = [
+        f"{key}={value} has no effect on `impala-llm sft`: set {_OF_TRAIN[key]}={value}"
+        for key, _, value in given
+        if key in _OF_TRAIN
+    ]
+    if problems:
+        raise ConfigError.of(problems)
 
 
 def facts(config: Config, data: str, weights: int | None) -> dict[str, Any]:

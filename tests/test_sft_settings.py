@@ -106,7 +106,7 @@ def test_settings_that_no_update_was_made_with_are_not_kept(
 def test_what_does_not_act_on_the_warm_start_may_change(tmp_path: Path, tiny_model: Path, begun: Path) -> None:
     (begun / "policy" / "model.safetensors").unlink()
     before = (begun / "config.yaml").read_text()
-    others = ("actor.max_episodes=3", "evaluation.num_tasks=7", "sft.held_out_every=2", "learner.learning_rate=0.5")
+    others = ("actor.max_episodes=3", "evaluation.num_tasks=7", "sft.held_out_every=2", "learner.save_every=3")
     warm_start(tmp_path, tiny_model, *FEW, "sft.max_updates=2", *others)
     assert (begun / "policy" / "model.safetensors").is_file()
     assert (begun / "config.yaml").read_text() == before
@@ -123,3 +123,13 @@ def test_settings_that_cannot_be_compared_are_refused(
     said = capsys.readouterr().err
     assert f"{begun / 'config.yaml'} cannot be read, with which the settings are compared: restore it" in said
     assert updates(begun) == 2
+
+
+def test_a_setting_of_reinforcement_learning_alone_is_refused_as_a_word_of_the_command(
+    begun: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["learner.learning_rate=1e-5", "learner.total_updates=9", "learner.max_grad_norm=0.5"]
+    assert main(["sft", *words(begun.parent, tiny_model, *FEW), *given]) == 2
+    said = capsys.readouterr().err
+    assert "learner.learning_rate=1e-5 has no effect" in said and "sft.learning_rate=1e-5" in said
+    assert "sft.max_updates=9" in said and "learner.max_grad_norm" not in said

@@ -327,7 +327,9 @@ def sft(config: Config, overrides: list[str], _flagged: bool) -> int:
     """Warm start."""
     from impala_llm.commands.preflight import check_warm_start
     from impala_llm.sft import main as warm_start
+    from impala_llm.sft_settings import check_words
 
+    check_words(overrides)
     check_warm_start(config)
     folders = [Path(folder).expanduser() for folder in config.sft.data]
     return warm_start(config, folders or [recorded(config)])
