@@ -30,7 +30,7 @@ from impala_llm.plugs import (
     ENGINES,
     ENVIRONMENTS,
     METRIC_WRITERS,
-    Kind,
+    PartKind,
     check,
     installed_parts,
     make_part,
@@ -131,7 +131,7 @@ def load(overrides: Sequence[str] = ()) -> Config:
 
 
 @cache
-def algorithm_parts() -> dict[str, Kind]:
+def algorithm_parts() -> dict[str, PartKind]:
     """Kinds of parts by the setting of `AlgorithmConfig` that names one. They bring torch, which takes seconds to load:
     what needs no settings, such as `impala-llm --help`, does without."""
     was_enabled = gc.isenabled()
@@ -144,7 +144,7 @@ def algorithm_parts() -> dict[str, Kind]:
     return PARTS
 
 
-def _with_part(section: _Section, kind: Kind, overrides: Sequence[str]) -> _Section:
+def _with_part(section: _Section, kind: PartKind, overrides: Sequence[str]) -> _Section:
     """A section with the part that files and words choose, and its options. ValueError where that cannot be."""
     slot = kind.options_key.rpartition(".")[2]
     in_files = getattr(section, slot)
@@ -176,11 +176,11 @@ def _values(in_files: Any) -> dict[str, Any]:
     return in_files if isinstance(in_files, dict) else {"name": in_files}
 
 
-def _words_of(kind: Kind, overrides: Sequence[str]) -> list[str]:
+def _words_of(kind: PartKind, overrides: Sequence[str]) -> list[str]:
     return [word for word in overrides if _kind_of(word) is kind]
 
 
-def _kind_of(word: str) -> Kind | None:
+def _kind_of(word: str) -> PartKind | None:
     """The kind of part that a word names or sets an option of."""
     key = word.lstrip("+").partition("=")[0]
     for kind in (*algorithm_parts().values(), ENVIRONMENTS, ENGINES):

@@ -54,7 +54,7 @@ from impala_llm.learning.policy.policy_files import resolve_policy
 from impala_llm.learning.policy.products import keep_compiled, prepare_cpu, prepare_cuda
 from impala_llm.learning.publishing import make_publisher, server_transport
 from impala_llm.learning.ranks.parallel import Ranks, check_ranks, exit_process
-from impala_llm.learning.saving import Moment, Parts, Saving
+from impala_llm.learning.saving import RankParts, Saving, UpdateEnd
 from impala_llm.learning.training_time import TrainingTime, share_done
 from impala_llm.observability.actor_news import ActorNews
 from impala_llm.observability.meters import Meters
@@ -215,7 +215,7 @@ class Learner:
                 self.save(self.run_folder / f"policy-{self.update}")
             self.saving.end_update()
             if noted is not None:
-                self.saving.save(noted, self.moment())
+                self.saving.save(noted, self.update_end())
         self.meters.finish_step(timer.end_step(), batch.num_tokens)
         del batch  # its space is wanted while the next one is waited for
         with timer.stage("log"):  # of the step that begins
@@ -245,10 +245,10 @@ class Learner:
         if self.notes_versions:
             self.checkpointer.versions.reserve(self.version, self.version - self.update)
 
-    def moment(self) -> Moment:
+    def update_end(self) -> UpdateEnd:
         """The last update that is over."""
         patience = self.config.evaluation.patience if self.evaluations.is_over else None
-        return Moment(self.update, self.version, self.time.elapsed_s, patience or 0)
+        return UpdateEnd(self.update, self.version, self.time.elapsed_s, patience or 0)
 
     # --- the start
 
@@ -300,7 +300,7 @@ class Learner:
         if evaluation is not None:
             others["evaluation"] = evaluation
         learned = self.model, self.trainer.optimizer
-        parts = Parts(self.ranks, self.endpoint, *learned, self.batches, self.publisher, self.files, others)
+        parts = RankParts(self.ranks, self.endpoint, *learned, self.batches, self.publisher, self.files, others)
         saving = Saving(self.config.learner, self.checkpointer, parts, origin.checkpoint)
         if origin.checkpoint is not None and past is not None:
             saving.restore(origin.checkpoint, past, self.version, origin.is_lost)
@@ -397,7 +397,7 @@ class Learner:
         self.is_writing = True  # to the end of this process: nothing interrupts what follows
         self.owner.look()
         tell(saving=True)
-        self.is_saved = self.saving.save_at_end(self.run_folder, self.moment(), ends_together)
+        self.is_saved = self.saving.save_at_end(self.run_folder, self.update_end(), ends_together)
 
 
 def main(argv: Sequence[str]) -> int:

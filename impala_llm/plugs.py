@@ -38,7 +38,7 @@ _INSTALLED = tuple(
 
 
 @dataclass(frozen=True)
-class Kind:
+class PartKind:
     """A kind of part."""
 
     key: str
@@ -62,7 +62,7 @@ class Kind:
     """Import path of the protocol whose methods has what they return; of a part that is a class they are checked."""
 
 
-ENVIRONMENTS = Kind(
+ENVIRONMENTS = PartKind(
     "env.name",
     "env.args",
     "impala_llm.envs",
@@ -85,7 +85,7 @@ ENVIRONMENTS = Kind(
     protocol="impala_llm.envs.base:Suite",
 )
 """Suites, as envs/base.py describes them."""
-ENGINES = Kind(
+ENGINES = PartKind(
     "engine.name",
     "engine.options",
     "impala_llm.engines",
@@ -95,7 +95,7 @@ ENGINES = Kind(
     protocol="impala_llm.engines.base:Engine",
 )
 """Called with an `EngineSetup` of engines/base.py, they return an `Engine`."""
-VERIFIERS = Kind(
+VERIFIERS = PartKind(
     "env.args.verifier",
     "env.args.verifier_args",
     "impala_llm.verifiers",
@@ -105,16 +105,16 @@ VERIFIERS = Kind(
     },
 )
 """Called with an answer (str), its task (dict) and env.args.verifier_args, they return a score between 0 and 1."""
-AGENTS = Kind("agent.name", "", "impala_llm.agents", {}, arguments="task, client")
+AGENTS = PartKind("agent.name", "", "impala_llm.agents", {}, arguments="task, client")
 """Functions `agent(task, client)`, mostly async: see docs/agents.md. They have no options."""
-OPPONENTS = Kind(
+OPPONENTS = PartKind(
     "env.args.opponent",
     "env.args.opponent_args",
     "impala_llm.opponents",
     {"random": "impala_llm.envs.textarena:RandomPlayer", "policy": "impala_llm.frozen_policy:FrozenPolicy"},
 )
 """Called with a seed and env.args.opponent_args, they return a player, as envs/textarena.py describes it."""
-METRIC_WRITERS = Kind(
+METRIC_WRITERS = PartKind(
     "run.metric_writers",
     "",
     "impala_llm.metric_writers",
@@ -125,13 +125,13 @@ METRIC_WRITERS = Kind(
 """Called with a folder, they return a `Writer` of observability/writers.py. They have no options."""
 
 
-def check(kind: Kind, name: str) -> None:
+def check(kind: PartKind, name: str) -> None:
     """Import a part unless it is a packaged one. Raises ValueError where `load` does."""
     if import_path(kind, name) not in kind.packaged.values():
         load(kind, name)
 
 
-def load(kind: Kind, name: str) -> Any:
+def load(kind: PartKind, name: str) -> Any:
     """Import the part that a name means.
 
     Raises:
@@ -162,7 +162,7 @@ def load(kind: Kind, name: str) -> Any:
     return found
 
 
-def _misuse(kind: Kind, part: Any) -> str:
+def _misuse(kind: PartKind, part: Any) -> str:
     """Return why a part of the user's cannot be called as those of its kind are, as far as signatures tell; else ""."""
     arguments = [word.strip() for word in kind.arguments.split(",") if word]
     if arguments and (takes := other_signature(part, arguments)):
@@ -171,7 +171,7 @@ def _misuse(kind: Kind, part: Any) -> str:
     return other_methods(part, like) if like is not None and isinstance(part, type) else ""
 
 
-def import_path(kind: Kind, name: str) -> Any:
+def import_path(kind: PartKind, name: str) -> Any:
     """Return the import path that a name stands for, or the packaged part itself. Imports nothing.
 
     Raises:
@@ -193,7 +193,7 @@ def import_path(kind: Kind, name: str) -> Any:
     raise ValueError(f"{kind.key}={name} is not known: {hint}{choices}your own as module:Class or module:function")
 
 
-def installed_parts(kind: Kind) -> dict[str, str]:
+def installed_parts(kind: PartKind) -> dict[str, str]:
     """Return the import paths that installed packages have given names of this kind."""
     return {each.name: each.value for each in entry_points(group=kind.group)}
 
@@ -224,7 +224,7 @@ def _imported(path: str) -> Any:
     return found
 
 
-def choose(kind: Kind, name: Any, values: Mapping[str, Any], words: Sequence[str]) -> tuple[str, dict[str, Any]]:
+def choose(kind: PartKind, name: Any, values: Mapping[str, Any], words: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """Return the name of a part and the values of its options, from files and words.
 
     A word that chooses another part than the files do leaves their options behind: those were for theirs.
@@ -288,7 +288,7 @@ def option_fields(part: type) -> list[Field[Any]]:
     return [f for f in fields(part) if f.name != "name"]
 
 
-def make_options(kind: Kind, name: str, options: type | None, values: Mapping[str, Any]) -> Any:
+def make_options(kind: PartKind, name: str, options: type | None, values: Mapping[str, Any]) -> Any:
     """Make the options of a part from plain values.
 
     Args:
@@ -329,14 +329,14 @@ def make_options(kind: Kind, name: str, options: type | None, values: Mapping[st
         raise ValueError(f"{chosen} refuses its options: {type(error).__name__}: {reason}") from error
 
 
-def make_part(kind: Kind, in_files: Mapping[str, Any], words: Sequence[str]) -> Any:
+def make_part(kind: PartKind, in_files: Mapping[str, Any], words: Sequence[str]) -> Any:
     """Make the part that settings name, of a kind whose parts are dataclasses. For what is given and raised see
     `choose` and `make_options`."""
     name, values = choose(kind, in_files.get("name"), {k: v for k, v in in_files.items() if k != "name"}, words)
     return make_options(kind, name, load(kind, name), values)
 
 
-def name_part(kind: Kind, name: str, values: Mapping[str, Any], words: Sequence[str]) -> tuple[str, Any]:
+def name_part(kind: PartKind, name: str, values: Mapping[str, Any], words: Sequence[str]) -> tuple[str, Any]:
     """Return the name of a part and its options, of a kind whose parts are called later on; see `choose`.
 
     Raises:
@@ -357,7 +357,7 @@ def name_part(kind: Kind, name: str, values: Mapping[str, Any], words: Sequence[
     return name, {**({} if named is None else vars(named)), **others} or None
 
 
-def check_call(kind: Kind, name: str, part: Any, *given: Any, **arguments: Any) -> None:
+def check_call(kind: PartKind, name: str, part: Any, *given: Any, **arguments: Any) -> None:
     """Raise ValueError unless a part can be called with these arguments. arguments: options, by name."""
     try:
         inspect.signature(part).bind(*given, **arguments)
@@ -376,13 +376,13 @@ def is_async(function: Any) -> bool:
     return any(inspect.iscoroutinefunction(call) for each in calls for call in (each, inspect.unwrap(each)))
 
 
-def parts_with(kind: Kind, option: str) -> list[str]:
+def parts_with(kind: PartKind, option: str) -> list[str]:
     """Short names of the packaged parts that have an option, sorted."""
     parts = {name: part for name, part in kind.packaged.items() if is_dataclass(part)}
     return sorted(name for name, part in parts.items() if option in {f.name for f in fields(part)})
 
 
-def _meant_option(kind: Kind, name: str, option: str, own: Sequence[str]) -> str:
+def _meant_option(kind: PartKind, name: str, option: str, own: Sequence[str]) -> str:
     """The option that may be meant, and the parts that have it where the chosen one has not."""
     parts = [part for part in kind.packaged.values() if is_dataclass(part)]
     options = {*own, *(f.name for part in parts for f in fields(part) if f.name != "name")}

@@ -35,7 +35,7 @@ from impala_llm.learning.checkpoints.files import CheckpointError, checkpoints, 
 from impala_llm.learning.checkpoints.folder_owner import FolderOwner, wait_for_owner
 from impala_llm.learning.checkpoints.policy_folders import put_policies_back, replace_folder
 from impala_llm.learning.checkpoints.reader import CheckpointReader
-from impala_llm.learning.checkpoints.writer import Checkpointer, State, tensors_of
+from impala_llm.learning.checkpoints.writer import Checkpointer, RankState, tensors_of
 from impala_llm.learning.packing import OutOfMemory
 from impala_llm.learning.policy.attention_choice import choose_attention
 from impala_llm.learning.policy.lora import add_adapters, is_adapted
@@ -335,7 +335,7 @@ class WarmStart:
         """Begin to write a checkpoint of the last update that is over."""
         model = self.imitation.model
         exports = not is_adapted(model.lm)
-        state = State(
+        state = RankState(
             update=self.update,
             version=self.update,
             run_id=0,

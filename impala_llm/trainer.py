@@ -21,7 +21,17 @@ from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardScale
 from impala_llm.learning.kept_budget import NOTE, conditions
 from impala_llm.learning.mismatch import MismatchMonitor
-from impala_llm.learning.objective import AtStart, Denominators, Outcome, Rows, Rules, measured, named, objective, score
+from impala_llm.learning.objective import (
+    AtStart,
+    Denominators,
+    MicroBatchResult,
+    Rows,
+    Rules,
+    measured,
+    named,
+    objective,
+    score,
+)
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.own_parts import call_batch_limit, call_prepare
 from impala_llm.learning.packing import TokenBudget, memory_of_step, pack
@@ -261,7 +271,7 @@ class Trainer:
         taught = set(update.teaching)
         members = [i for i in part if i in taught]
 
-        def learned(cpu_micro: PackedBatch) -> tuple[list[int], Rows, Outcome]:
+        def learned(cpu_micro: PackedBatch) -> tuple[list[int], Rows, MicroBatchResult]:
             indices = [members[i] for i in cpu_micro.members]
             with self.timer.stage("forward"):
                 micro, rows = self.rows(update, cpu_micro, indices)

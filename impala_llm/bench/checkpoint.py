@@ -112,11 +112,13 @@ class Training:
         }
 
     def ours(self) -> Callable[[], object]:
-        from impala_llm.learning.checkpoints.writer import State, tensors_of
+        from impala_llm.learning.checkpoints.writer import RankState, tensors_of
 
         tensors = tensors_of(self.model, self.optimizer, is_main=True)
         policy, files = dict(self.model.policy_weights()), self.model.config_files({})
-        if not self.checkpointer.save(State(self.num_steps, self.num_steps, 1, 0.0, {}, {}, tensors, policy, files)):
+        if not self.checkpointer.save(
+            RankState(self.num_steps, self.num_steps, 1, 0.0, {}, {}, tensors, policy, files)
+        ):
             raise BenchError("the last checkpoint is still being written: give more --steps")
 
         def wait() -> None:

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Mapping
 
 from impala_llm.algorithms.registry import CREDITS, LOSSES
-from impala_llm.observability.metrics import METRICS, Kind, Metric, declarations
+from impala_llm.observability.metrics import METRICS, Aggregation, Metric, declarations
 
 INTRODUCTION = """\
 # Metrics
@@ -79,14 +79,14 @@ number of tokens or episodes that it is a mean of. Names after a dash are the cr
 """
 
 COMBINED = {
-    Kind.MEAN: "mean",
-    Kind.MAX: "maximum",
-    Kind.MIN: "minimum",
-    Kind.SUM: "sum",
-    Kind.LAST: "last value",
-    Kind.DEVIATION: "standard deviation",
-    Kind.SAMPLE_SIZE: "effective sample size",
-    Kind.EXPLAINED: "explained variance",
+    Aggregation.MEAN: "mean",
+    Aggregation.MAX: "maximum",
+    Aggregation.MIN: "minimum",
+    Aggregation.SUM: "sum",
+    Aggregation.LAST: "last value",
+    Aggregation.DEVIATION: "standard deviation",
+    Aggregation.SAMPLE_SIZE: "effective sample size",
+    Aggregation.EXPLAINED: "explained variance",
 }
 """Rule by which values combine, in a word."""
 

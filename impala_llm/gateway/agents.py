@@ -14,7 +14,7 @@ from impala_llm.envs.base import Suite
 from impala_llm.gateway.agent_pool import AgentFailed, AgentPool
 from impala_llm.gateway.chat import ChatTokens
 from impala_llm.gateway.conversation import Conversation
-from impala_llm.gateway.episode import GatewayEpisode, Outcome
+from impala_llm.gateway.episode import AgentResult, GatewayEpisode
 from impala_llm.gateway.server import Gateway
 from impala_llm.gateway.tasks import AgentSuite, Task
 from impala_llm.rollout import ENGINE_AWAITED, EpisodeLimits, EpisodeSpec, Turn
@@ -94,7 +94,7 @@ class AgentPlayer:
                 'line of its output is no JSON number or object: print one, such as {"reward": 1.0} (docs/agents.md)'
             )
         try:
-            trajectory = episode.trajectory(Outcome.of(result))
+            trajectory = episode.trajectory(AgentResult.of(result))
         except ValueError as error:
             raise AgentFailed(f"the agent has ended, but {error}") from error
         if transcript is not None:

@@ -33,7 +33,7 @@ class EpisodeOver(RuntimeError):
 
 
 @dataclass
-class Outcome:
+class AgentResult:
     """The result of an episode, as its agent reports it."""
 
     reward: float
@@ -44,7 +44,7 @@ class Outcome:
     """Rewards of single turns, by the id of the completion."""
 
     @classmethod
-    def of(cls, result: Any) -> "Outcome":
+    def of(cls, result: Any) -> "AgentResult":
         """Read a number, or a dict with some of reward, score, success, stats, rewards.
 
         Raises:
@@ -199,7 +199,7 @@ class GatewayEpisode:
             self._engine.release(self._idle[0])
             self._idle = None
 
-    def trajectory(self, outcome: Outcome) -> Trajectory:
+    def trajectory(self, outcome: AgentResult) -> Trajectory:
         """The episode as a trajectory, once it is closed.
 
         Raises:

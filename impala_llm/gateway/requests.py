@@ -63,7 +63,7 @@ class BadRequest(ValueError):
 
 
 @dataclass(frozen=True)
-class Wish:
+class ParsedRequest:
     """Content of a request."""
 
     n: int
@@ -89,7 +89,7 @@ class RequestReader:
     def __init__(self, temperature: float | None, drops: bool, warnings: RateLimitedWarnings) -> None:
         self._temperature, self._drops, self._warnings = temperature, drops, warnings
 
-    def read(self, body: Mapping[str, Any]) -> Wish:
+    def read(self, body: Mapping[str, Any]) -> ParsedRequest:
         """Check a body, apart from its messages or prompt. Raises BadRequest."""
         for key, value in body.items():
             if value is None or key in _HONOURED or key in _WITHOUT_EFFECT:
@@ -107,7 +107,7 @@ class RequestReader:
         if tools and len(json.dumps(tools)) > _MOST_TOOLS:
             raise BadRequest(f"tools has more than {_MOST_TOOLS} characters: describe fewer tools, or more briefly")
         stream_options = body.get("stream_options") or {}
-        return Wish(
+        return ParsedRequest(
             _integer(body, "n", 1, MOST_ANSWERS) or 1,
             _integer(body, "max_completion_tokens", 1) or _integer(body, "max_tokens", 1),
             _stops(body.get("stop")),

@@ -18,8 +18,8 @@ from impala_llm.gateway import anthropic
 from impala_llm.gateway.chat import Reply, texts_of
 from impala_llm.gateway.connections import Connections, ServerLog
 from impala_llm.gateway.conversation import Position
-from impala_llm.gateway.episode import ContextFull, EpisodeOver, GatewayEpisode, Outcome
-from impala_llm.gateway.requests import MOST_ANSWERS, BadRequest, RequestReader, Wish, messages_of, prompts_of
+from impala_llm.gateway.episode import AgentResult, ContextFull, EpisodeOver, GatewayEpisode
+from impala_llm.gateway.requests import MOST_ANSWERS, BadRequest, ParsedRequest, RequestReader, messages_of, prompts_of
 from impala_llm.gateway.tree import Answer
 from impala_llm.processes.limited_warnings import RateLimitedWarnings
 from impala_llm.processes.open_files import raise_limit
@@ -166,18 +166,18 @@ class Gateway:
         if "completion_id" in body:
             episode.reward(str(body["completion_id"]), body.get("reward"))
         else:
-            Outcome.of(body)  # refused here, where its sender sees why
+            AgentResult.of(body)  # refused here, where its sender sees why
             episode.result = body
         return web.json_response({"ok": True})
 
     async def _chat(self, request: web.Request, episode: GatewayEpisode) -> web.StreamResponse:
-        wish, completion = await self._complete_chat(await _body(request), episode)
-        return await _stream(request, completion, wish) if wish.stream else web.json_response(completion)
+        asked, completion = await self._complete_chat(await _body(request), episode)
+        return await _stream(request, completion, asked) if asked.stream else web.json_response(completion)
 
     async def _messages(self, request: web.Request, episode: GatewayEpisode) -> web.StreamResponse:
-        wish, completion = await self._complete_chat(anthropic.chat_body(await _body(request)) | {"n": 1}, episode)
+        asked, completion = await self._complete_chat(anthropic.chat_body(await _body(request)) | {"n": 1}, episode)
         answer = anthropic.answer_of(completion)
-        if not wish.stream:
+        if not asked.stream:
             return web.json_response(answer)
         response = await _begin_stream(request)
         for event in anthropic.events_of(answer):
@@ -185,34 +185,36 @@ class Gateway:
         await response.write_eof()
         return response
 
-    async def _complete_chat(self, body: dict[str, Any], episode: GatewayEpisode) -> tuple[Wish, dict[str, Any]]:
+    async def _complete_chat(
+        self, body: dict[str, Any], episode: GatewayEpisode
+    ) -> tuple[ParsedRequest, dict[str, Any]]:
         """Answer a chat request: what was asked for, and the completion."""
-        wish = self._reader(episode).read(body)
+        asked = self._reader(episode).read(body)
         conversation, messages = episode.conversation, messages_of(body)
         episode.check_room(said for message in messages for said in texts_of(message))
-        if wish.tools and not conversation.chat.finds_calls:
+        if asked.tools and not conversation.chat.finds_calls:
             self._warnings.log(
                 "gateway, an agent offers tools",
                 "agent.tool_parser=none leaves the calls that the policy writes a part of its text: set the parser of "
                 "its family, such as agent.tool_parser=qwen3",
             )
-        position = conversation.position_of(messages, wish.tools)
-        answers = await _sample_all(episode, [position] * wish.n, wish)
+        position = conversation.position_of(messages, asked.tools)
+        answers = await _sample_all(episode, [position] * asked.n, asked)
         choices = []
         for index, answer in enumerate(answers):
             assert answer.generation is not None
-            reply = conversation.chat.reply(answer.generation.tokens.tolist(), position.read, wish.tools)
-            content, stop = _before_stop(reply.content, wish.stop)
+            reply = conversation.chat.reply(answer.generation.tokens.tolist(), position.read, asked.tools)
+            content, stop = _before_stop(reply.content, asked.stop)
             reasoning = reply.reasoning
             if stop is None and reasoning is not None:
-                reasoning, stop = _before_stop(reasoning, wish.stop)
+                reasoning, stop = _before_stop(reasoning, asked.stop)
             message = Reply(content, reasoning, reply.tool_calls).message()
             conversation.remember(position, answer, message)
             reason = "tool_calls" if reply.tool_calls else _reason(answer)
             choices.append(
                 {"index": index, "message": message, "logprobs": None, "finish_reason": reason, "stop_reason": stop}
             )
-        return wish, {
+        return asked, {
             "id": episode.completion_id(answers, "chatcmpl"),
             "object": "chat.completion",
             "created": int(time.time()),
@@ -223,19 +225,19 @@ class Gateway:
 
     async def _completions(self, request: web.Request, episode: GatewayEpisode) -> web.StreamResponse:
         body = await _body(request)
-        wish = self._reader(episode).read(body)
+        asked = self._reader(episode).read(body)
         conversation, prompts = episode.conversation, prompts_of(body, self._vocab_size)
-        if len(prompts) * wish.n > MOST_ANSWERS:
-            raise BadRequest(f"prompt and n ask for {len(prompts) * wish.n} answers: at most {MOST_ANSWERS} are given")
+        if len(prompts) * asked.n > MOST_ANSWERS:
+            raise BadRequest(f"prompt and n ask for {len(prompts) * asked.n} answers: at most {MOST_ANSWERS} are given")
         for prompt in prompts:
             episode.check_room([prompt] if isinstance(prompt, str) else [""] * len(prompt))
         positions = [conversation.position_of_text(prompt) for prompt in prompts]
-        answers = await _sample_all(episode, [position for position in positions for _ in range(wish.n)], wish)
+        answers = await _sample_all(episode, [position for position in positions for _ in range(asked.n)], asked)
         choices = []
         for index, answer in enumerate(answers):
             assert answer.generation is not None
-            conversation.remember_text(positions[index // wish.n], answer)
-            text, stop = _before_stop(conversation.chat.text(answer.generation.tokens.tolist()), wish.stop)
+            conversation.remember_text(positions[index // asked.n], answer)
+            text, stop = _before_stop(conversation.chat.text(answer.generation.tokens.tolist()), asked.stop)
             choices.append(
                 {"index": index, "text": text, "logprobs": None, "finish_reason": _reason(answer), "stop_reason": stop}
             )
@@ -247,7 +249,7 @@ class Gateway:
             "choices": choices,
             "usage": _usage(positions, answers),
         }
-        return await _stream(request, answer_body, wish) if wish.stream else web.json_response(answer_body)
+        return await _stream(request, answer_body, asked) if asked.stream else web.json_response(answer_body)
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
@@ -265,13 +267,13 @@ async def _body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-async def _sample_all(episode: GatewayEpisode, positions: list[Position], wish: Wish) -> list[Answer]:
+async def _sample_all(episode: GatewayEpisode, positions: list[Position], asked: ParsedRequest) -> list[Answer]:
     """An answer at each position, all at once."""
     if len(positions) == 1:
-        return [await episode.sample(positions[0], wish.limit, wish.stop, wish.seed)]
-    seeds = [None if wish.seed is None else wish.seed + number for number in range(len(positions))]
+        return [await episode.sample(positions[0], asked.limit, asked.stop, asked.seed)]
+    seeds = [None if asked.seed is None else asked.seed + number for number in range(len(positions))]
     calls = [
-        asyncio.ensure_future(episode.sample(position, wish.limit, wish.stop, seed))
+        asyncio.ensure_future(episode.sample(position, asked.limit, asked.stop, seed))
         for position, seed in zip(positions, seeds, strict=True)
     ]
     try:
@@ -301,7 +303,7 @@ def _usage(positions: list[Position], answers: list[Answer]) -> dict[str, int]:
     return {"prompt_tokens": read, "completion_tokens": said, "total_tokens": read + said}
 
 
-async def _stream(request: web.Request, body: Mapping[str, Any], wish: Wish) -> web.StreamResponse:
+async def _stream(request: web.Request, body: Mapping[str, Any], asked: ParsedRequest) -> web.StreamResponse:
     """Send a whole answer as a stream of server-sent events: each choice in one piece, then its end."""
     response = await _begin_stream(request)
     is_chat = body["object"] == "chat.completion"
@@ -319,7 +321,7 @@ async def _stream(request: web.Request, body: Mapping[str, Any], wish: Wish) -> 
             last["text"] = ""
         for piece in (first, last):
             await _send(response, {**head, "choices": [piece]})
-    if wish.includes_usage:
+    if asked.includes_usage:
         await _send(response, {**head, "choices": [], "usage": body["usage"]})
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()

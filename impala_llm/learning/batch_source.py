@@ -31,7 +31,7 @@ from impala_llm.replay import (
     ReplayFraction,
     SamplesPerInsert,
 )
-from impala_llm.replay.buffer import BufferStats, Moment, StateTooLarge
+from impala_llm.replay.buffer import BufferSnapshot, BufferStats, StateTooLarge
 from impala_llm.settings import Config
 from impala_llm.trajectory import DeferredTrajectory, Trajectory
 
@@ -78,10 +78,10 @@ class Intake:
 
 
 @dataclass(frozen=True)
-class SourceMoment:
+class SourceSnapshot:
     """State of a source at a moment, without a copy of the trajectories."""
 
-    buffer: Moment
+    buffer: BufferSnapshot
     rest: dict[str, Any]
     """State of the other parts, as `BatchSource.state_dict` has it."""
 
@@ -147,7 +147,7 @@ class BatchSource:
         self._refills = config.algorithm.refill * self._num_items
         self._refills_owed = 0.0
         self._grant_refills()
-        self._before_draw: SourceMoment | None = None
+        self._before_draw: SourceSnapshot | None = None
 
     def next_batch(
         self, version: int, until: float = math.inf, on_wait: Callable[[str], object] | None = None
@@ -271,11 +271,11 @@ class BatchSource:
         self.collect(version, timeout_s=0.0)
         return self.received
 
-    def moment(self) -> SourceMoment:
+    def snapshot(self) -> SourceSnapshot:
         """State as of now; amid a step as it was before its batch was drawn, so that it can be drawn again.
 
         What has arrived since the draw is then missing: the ledger has it as received."""
-        return self._before_draw or self._moment()
+        return self._before_draw or self._snapshot()
 
     def learned(self, abs_advantages: Mapping[int, float], effective_share: float | None) -> None:
         """Set priorities and the replayed share of the next batches by what was learned from the last one.
@@ -296,10 +296,10 @@ class BatchSource:
         self.received, self.evicted, self.num_refilled, self.num_yielded = [], [], 0, 0
         return intake
 
-    def _moment(self) -> SourceMoment:
+    def _snapshot(self) -> SourceSnapshot:
         fraction = self.replay_fraction
-        return SourceMoment(
-            self.buffer.moment(),
+        return SourceSnapshot(
+            self.buffer.snapshot(),
             {
                 "rate": self._rate.state_dict(),
                 "groups": self._groups.state_dict(),
@@ -312,14 +312,14 @@ class BatchSource:
             },
         )
 
-    def state_dict(self, moment: SourceMoment | None = None) -> dict[str, Any]:
+    def state_dict(self, snapshot: SourceSnapshot | None = None) -> dict[str, Any]:
         """State as plain numbers, lists, strings and arrays; see `ReplayBuffer.state_dict`.
 
         Args:
-            moment: of which it is wanted; None: what `moment` gives.
+            snapshot: of which it is wanted; None: what `snapshot` gives.
         """
-        moment = moment or self.moment()
-        return {"buffer": self.buffer.state_dict(moment.buffer), **moment.rest}
+        snapshot = snapshot or self.snapshot()
+        return {"buffer": self.buffer.state_dict(snapshot.buffer), **snapshot.rest}
 
     def load_state_dict(self, state: Mapping[str, Any], trajectories: Mapping[int, Trajectory], version: int) -> None:
         """Restore a state.
@@ -349,7 +349,7 @@ class BatchSource:
         self._max_replayed = None if chosen is None else min(chosen, self._num_items)
         self._refills_left = min(state["refills_left"], math.ceil(self._refills))
         self._refills_owed = state["refills_owed"]
-        held = {t.unroll_id for t in self.buffer.moment().trajectories}
+        held = {t.unroll_id for t in self.buffer.snapshot().trajectories}
         # Members of open groups were counted when they came.
         counted = set(state["groups"]["open"])
         for number, t in trajectories.items():
@@ -363,7 +363,7 @@ class BatchSource:
         self._evict(self.buffer.evict_stale(version))
         if len(self.buffer) < self._num_items or not self._rate.can_sample(self._num_items * self._group_size):
             return None
-        self._before_draw = self._moment()
+        self._before_draw = self._snapshot()
         if self.replay_fraction is not None and self._max_replayed is None:
             self._max_replayed = self.replay_fraction.num_replayed(self._num_items)
         sample = self.buffer.sample(self._num_items, version, self._exponent, self._max_replayed)

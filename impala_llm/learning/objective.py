@@ -45,7 +45,7 @@ class Denominators:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MicroBatchResult:
     """Results of a micro-batch beside its gradient."""
 
     loss: Tensor
@@ -168,7 +168,7 @@ class Rows:
     """bool[S]: drawn by this rank, whose engines the mismatch monitor compares; None: all."""
 
 
-def objective(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows, rules: Rules) -> Outcome:
+def objective(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows, rules: Rules) -> MicroBatchResult:
     """Loss of one packed micro-batch."""
     algorithm, weights, denominators = config.algorithm, rows.weights, rules.denominators
     scored, worth, keep = credited(config, model, batch, rows, rules)
@@ -221,14 +221,14 @@ def _outcome(
     metrics: list[MetricValue],
     batch: PackedBatch,
     comparison: Comparison,
-) -> Outcome:
+) -> MicroBatchResult:
     """Collect the results of a micro-batch.
 
     Args:
         sums: float[num_segments], over everything in a row that must be finite.
     """
     size = importance.segment_mean(worth.advantages.abs(), batch.segment_ids, len(batch.lengths))
-    return Outcome(
+    return MicroBatchResult(
         total,
         size,
         scored.log_probs.detach(),

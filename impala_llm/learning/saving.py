@@ -26,7 +26,7 @@ from impala_llm.learning.checkpoints.reader import CheckpointReader
 from impala_llm.learning.checkpoints.writer import (
     POLICY,
     Checkpointer,
-    State,
+    RankState,
     Stateful,
     load_random_state,
     random_state,
@@ -50,7 +50,7 @@ Tickets = tuple[Sequence[Row], Mapping[int, Callable[[], memoryview]]]
 
 
 @dataclass(frozen=True)
-class Parts:
+class RankParts:
     """Parts of a rank of which a checkpoint holds the state."""
 
     ranks: Ranks
@@ -66,7 +66,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Moment:
+class UpdateEnd:
     """End of an update."""
 
     update: int
@@ -74,7 +74,7 @@ class Moment:
     seconds: float
     """Time for which the run has trained."""
     patience: int = 0
-    """See `Manifest.patience`."""
+    """See `CheckpointManifest.patience`."""
 
 
 class Saving:
@@ -88,7 +88,7 @@ class Saving:
     """
 
     def __init__(
-        self, config: LearnerConfig, checkpointer: Checkpointer, parts: Parts, origin: CheckpointReader | None
+        self, config: LearnerConfig, checkpointer: Checkpointer, parts: RankParts, origin: CheckpointReader | None
     ) -> None:
         self._config, self._checkpointer, self._parts = config, checkpointer, parts
         self._before: dict[str, Any] | None = None
@@ -96,11 +96,11 @@ class Saving:
         self._is_changed = False
         """Whether weights have changed since the last update that is over."""
         self._saved_at = time.monotonic()
-        self._saved: Moment | None = None
+        self._saved: UpdateEnd | None = None
         """Of the last checkpoint."""
         if origin is not None:
             saved = origin.manifest
-            self._saved = Moment(saved.update, saved.version, 60 * saved.minutes_used, saved.patience)
+            self._saved = UpdateEnd(saved.update, saved.version, 60 * saved.minutes_used, saved.patience)
 
     # --- an update
 
@@ -163,7 +163,7 @@ class Saving:
         receiver = self._parts.endpoint.receiver
         return receiver.rows(version), receiver.held()
 
-    def save(self, tickets: Tickets, moment: Moment) -> None:
+    def save(self, tickets: Tickets, end: UpdateEnd) -> None:
         """Begin to write a checkpoint of the last update that is over, unless another one is being written. All ranks
         call it."""
         parts, is_busy = self._parts, self._checkpointer.is_busy
@@ -172,9 +172,9 @@ class Saving:
         if is_busy or not self._checkpointer.is_on:
             return
         if parts.ranks.is_sharded:  # ranks meet in an export that each writes a part of: that is not put off
-            self._export(moment.update, partial(parts.publisher.export.save, files=parts.files))
-        if self._checkpointer.save(self._state(tickets, moment)):
-            self._saved_at, self._saved = time.monotonic(), moment
+            self._export(end.update, partial(parts.publisher.export.save, files=parts.files))
+        if self._checkpointer.save(self._state(tickets, end)):
+            self._saved_at, self._saved = time.monotonic(), end
 
     def _export(self, update: int, write: Callable[[Path], None]) -> None:
         """Write the plain export of a checkpoint. One that cannot be written is left out, which is said."""
@@ -185,7 +185,7 @@ class Saving:
             shutil.rmtree(folder, ignore_errors=True)
             _say_no_export(update, error)
 
-    def save_last(self, moment: Moment) -> bool:
+    def save_last(self, end: UpdateEnd) -> bool:
         """Write the last checkpoint, of the last update that is over, and return once it is on the disk. All ranks call
         it, since one that has failed on any of them is written again by all.
 
@@ -194,28 +194,28 @@ class Saving:
             would go on from earlier work.
         """
         if not self._checkpointer.is_on:
-            return self._saved is None or self._saved.update == moment.update
-        if self._is_changed or moment.update == 0:
+            return self._saved is None or self._saved.update == end.update
+        if self._is_changed or end.update == 0:
             return False
         ranks, is_there = self._parts.ranks, self._checkpointer.wait()
         saved = None if self._saved is None else (self._saved.update, self._saved.patience)
-        is_missing = saved != (moment.update, moment.patience) or self._checkpointer.has_failed
+        is_missing = saved != (end.update, end.patience) or self._checkpointer.has_failed
         if ranks.sum([float(is_missing)], of_processes=True)[0]:
             if ranks.is_main:
                 self._checkpointer.remove_parts()
             ranks.barrier()
-            self.save(self.tickets(moment.version), moment)
+            self.save(self.tickets(end.version), end)
             is_there = self._checkpointer.wait()
-        if self._saved is None or self._saved.update != moment.update or self._checkpointer.has_failed:
+        if self._saved is None or self._saved.update != end.update or self._checkpointer.has_failed:
             return False
         if ranks.is_main:
-            if is_there and self._saved.version == moment.version:
-                self._checkpointer.versions.end(moment.version)
+            if is_there and self._saved.version == end.version:
+                self._checkpointer.versions.end(end.version)
             # No checkpoint comes after it.
-            self._checkpointer.mark_best_if_wanted(name_of(moment.update), self._saved.version)
+            self._checkpointer.mark_best_if_wanted(name_of(end.update), self._saved.version)
         return True
 
-    def save_at_end(self, run_folder: Path, moment: Moment, ends_together: bool) -> bool:
+    def save_at_end(self, run_folder: Path, end: UpdateEnd, ends_together: bool) -> bool:
         """Save the policy and the last checkpoint; shared memory is not needed once both are on the disk.
 
         Args:
@@ -227,10 +227,10 @@ class Saving:
         ranks, is_saved, is_whole = self._parts.ranks, True, False
         try:
             if ranks.is_main or ranks.is_sharded:
-                is_saved = self.save_last_policy(run_folder, moment)
+                is_saved = self.save_last_policy(run_folder, end)
         finally:
             if ends_together:
-                is_whole = self.save_last(moment)
+                is_whole = self.save_last(end)
         if ranks.is_main and is_saved and is_whole:
             self._parts.endpoint.run_dir.release()
         return is_saved
@@ -261,7 +261,7 @@ class Saving:
             is_saved = False
         return ranks.sum([float(not is_saved)], of_processes=True)[0] == 0 if ranks.is_sharded else is_saved
 
-    def save_last_policy(self, run_folder: Path, moment: Moment) -> bool:
+    def save_last_policy(self, run_folder: Path, end: UpdateEnd) -> bool:
         """Save the policy at the end of training, on the disk or, where that is full, in shared memory.
 
         All ranks that share the policy call it, else rank 0.
@@ -270,19 +270,19 @@ class Saving:
             Whether it is on the disk.
         """
         target, parts = run_folder / "policy", self._parts
-        is_saved = self.save_policy(target, moment.update)
+        is_saved = self.save_policy(target, end.update)
         if not is_saved:
-            parts.publisher.keep(moment.version)
+            parts.publisher.keep(end.version)
         if not parts.ranks.is_main:
             return is_saved
         if is_saved:
-            say(f"learner: the policy is saved in {target}, at update {moment.update}")
+            say(f"learner: the policy is saved in {target}, at update {end.update}")
             if SUPERVISED not in os.environ:  # the supervisor says it once all have ended
                 say(how_to_evaluate(run_folder))
             return True
         parts.endpoint.run_dir.keep()
         say(
-            f"learner: the policy of update {moment.update} stays in {parts.endpoint.run_dir.path}, in memory until "
+            f"learner: the policy of update {end.update} stays in {parts.endpoint.run_dir.path}, in memory until "
             f"this host is restarted: mend what was said above (for a full disk: make room in {run_folder}), then the "
             "same command with run.resume=true goes on from there and saves it"
         )
@@ -311,11 +311,11 @@ class Saving:
     def _states(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self._parts.others.items()}
 
-    def _state(self, tickets: Tickets, moment: Moment) -> State:
+    def _state(self, tickets: Tickets, end: UpdateEnd) -> RankState:
         """Collect what a checkpoint holds."""
         rows, held = tickets
         parts = self._parts
-        buffered = parts.batches.moment()
+        buffered = parts.batches.snapshot()
         records: dict[int, Callable[[], bytes | memoryview]] = dict(held)
         for t in buffered.buffer.trajectories:
             if t.unroll_id not in held:
@@ -329,19 +329,19 @@ class Saving:
             "bases": dict(parts.model.bases),
         }
         exports = parts.ranks.is_main and not parts.ranks.is_sharded and not is_adapted(parts.model.lm)
-        return State(
-            update=moment.update,
-            version=moment.version,
+        return RankState(
+            update=end.update,
+            version=end.version,
             run_id=parts.endpoint.run_dir.run_id,
-            minutes_used=moment.seconds / 60,
+            minutes_used=end.seconds / 60,
             plain=plain,
             records=records,
             tensors=tensors_of(parts.model, parts.optimizer, parts.ranks.is_main, parts.ranks.exports),
             policy=dict(parts.model.policy_weights()) if exports else {},
             files=parts.model.config_files(parts.files) if exports else {},
-            patience=moment.patience,
+            patience=end.patience,
             start=parts.model.start,
-            export=self._merged_export(moment.update),
+            export=self._merged_export(end.update),
         )
 
     def _merged_export(self, update: int) -> Callable[[], None] | None:

@@ -10,7 +10,7 @@ import torch
 from impala_llm.algorithms.advantages import episode_return, levelled_returns
 from impala_llm.algorithms.interface import MetricValue
 from impala_llm.learning.batch_source import Batch
-from impala_llm.learning.objective import AtStart, Denominators, Outcome
+from impala_llm.learning.objective import AtStart, Denominators, MicroBatchResult
 from impala_llm.settings import AlgorithmConfig
 from impala_llm.trajectory import Trajectory
 
@@ -128,7 +128,7 @@ class Update:
         self.weight_sums = count + num_weightless, total, squares
         return found
 
-    def add(self, outcome: Outcome, indices: Sequence[int]) -> None:
+    def add(self, outcome: MicroBatchResult, indices: Sequence[int]) -> None:
         """Add a micro-batch.
 
         Args:

@@ -24,7 +24,7 @@ ENV_PREFIX = "env/"
 """`env/<key>`: mean over finished episodes of the number that the environment reports as info["stats"][key]."""
 
 
-class Kind(Enum):
+class Aggregation(Enum):
     """Way in which the values between two flushes are combined to one number."""
 
     MEAN = "weighted mean"
@@ -43,7 +43,7 @@ class Metric:
     """One declared metric: `meaning` names the denominator or unit where there is one."""
 
     name: str
-    kind: Kind
+    kind: Aggregation
     meaning: str
 
 
@@ -57,11 +57,11 @@ drawing a batch without waiting; gradient reduction belongs to `backward`, a ste
 OVERHEAD = ("receive", "pack", "publish", "log")
 """Stages in which nothing is learned."""
 
-_FORMULAS: dict[Kind, tuple[int, Callable[..., float]]] = {
-    Kind.MEAN: (1, lambda mean: mean),
-    Kind.DEVIATION: (2, lambda mean, square: math.sqrt(_variance(mean, square))),
-    Kind.SAMPLE_SIZE: (2, lambda mean, square: mean * mean / square if square else 0.0),
-    Kind.EXPLAINED: (4, lambda *moments: _explained(_variance(*moments[:2]), _variance(*moments[2:]))),
+_FORMULAS: dict[Aggregation, tuple[int, Callable[..., float]]] = {
+    Aggregation.MEAN: (1, lambda mean: mean),
+    Aggregation.DEVIATION: (2, lambda mean, square: math.sqrt(_variance(mean, square))),
+    Aggregation.SAMPLE_SIZE: (2, lambda mean, square: mean * mean / square if square else 0.0),
+    Aggregation.EXPLAINED: (4, lambda *moments: _explained(_variance(*moments[:2]), _variance(*moments[2:]))),
 }
 """Number of means, and what is formed of them, of each kind that is weighted."""
 
@@ -76,7 +76,7 @@ def _explained(of_targets: float, of_errors: float) -> float:
     return 1.0 - of_errors / of_targets if of_targets > 1e-6 else 0.0
 
 
-_MEAN, _MAX, _MIN, _SUM, _LAST = Kind.MEAN, Kind.MAX, Kind.MIN, Kind.SUM, Kind.LAST
+_MEAN, _MAX, _MIN, _SUM, _LAST = Aggregation.MEAN, Aggregation.MAX, Aggregation.MIN, Aggregation.SUM, Aggregation.LAST
 
 _LENGTHS = (
     ("below_256", "fewer than 256"),
@@ -171,7 +171,7 @@ _DECLARED = (
     ),
     ("advantage/mean", _MEAN, "advantage as it enters the loss, per action token"),
     ("advantage/zero_share", _MEAN, "share of a batch's trajectories whose whole group has the same return"),
-    ("advantage/std", Kind.DEVIATION, "its standard deviation over the action tokens of a batch"),
+    ("advantage/std", Aggregation.DEVIATION, "its standard deviation over the action tokens of a batch"),
     # The warm start on demonstrations, `impala-llm sft`, which also writes optimizer/* and progress/seconds.
     ("sft/loss", _MEAN, "negative log-likelihood of the demonstrated answers in nats, per action token"),
     ("sft/value_loss", _MEAN, "squared error of the values against the demonstrations' returns, per turn"),
@@ -190,7 +190,7 @@ _DECLARED = (
     ),
     (
         "ratio/ess",
-        Kind.SAMPLE_SIZE,
+        Aggregation.SAMPLE_SIZE,
         "effective sample size (sum w)^2 / (n sum w^2) in (0, 1], over the batch's untruncated ratios",
     ),
     ("ratio/k1", _MEAN, "estimate of KL(mu, pi) by -log(pi/mu), nats per action token; may be negative"),
@@ -338,8 +338,8 @@ def declarations(part: str, meanings: Mapping[str, str]) -> dict[str, Metric]:
     found = {}
     for short, meaning in meanings.items():
         name = short if "/" in short else f"{part}/{short}"
-        kinds = {"_max": Kind.MAX, "_min": Kind.MIN, "explained_variance": Kind.EXPLAINED}
-        kind = next((kind for ending, kind in kinds.items() if name.endswith(ending)), Kind.MEAN)
+        kinds = {"_max": Aggregation.MAX, "_min": Aggregation.MIN, "explained_variance": Aggregation.EXPLAINED}
+        kind = next((kind for ending, kind in kinds.items() if name.endswith(ending)), Aggregation.MEAN)
         found[name] = metric = Metric(name, kind, meaning)
         if METRICS.get(name, metric) != metric:
             raise MetricError(f"metric {name!r} means {METRICS[name].meaning!r} already: give yours another name")
@@ -355,7 +355,9 @@ for _loss in LOSSES.values():
 def describe(name: str) -> Metric:
     """The declaration of `name`. Raises MetricError, with the nearest declared names, where there is none."""
     if name.startswith(ENV_PREFIX) and len(name) > len(ENV_PREFIX):
-        return Metric(name, Kind.MEAN, f"the environment's own {name.removeprefix(ENV_PREFIX)!r}, per finished episode")
+        return Metric(
+            name, Aggregation.MEAN, f"the environment's own {name.removeprefix(ENV_PREFIX)!r}, per finished episode"
+        )
     if name not in METRICS:
         near = difflib.get_close_matches(name, METRICS, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "names are <part>/<what>[_unit]"
@@ -426,20 +428,20 @@ class MetricLog:
         self._cells.clear()
         return summary
 
-    def _combine(self, name: str, kind: Kind, new: _Cell) -> None:
+    def _combine(self, name: str, kind: Aggregation, new: _Cell) -> None:
         old = self._cells.get(name)
-        if old is None or kind is Kind.LAST:
+        if old is None or kind is Aggregation.LAST:
             self._cells[name] = new
-        elif kind is Kind.MAX:
+        elif kind is Aggregation.MAX:
             old.values = [max(old.values[0], new.values[0])]
-        elif kind is Kind.MIN:
+        elif kind is Aggregation.MIN:
             old.values = [min(old.values[0], new.values[0])]
         else:
             old.values = [a + b for a, b in zip(old.values, new.values, strict=True)]
             old.weight += new.weight
 
 
-def _figure(kind: Kind, cell: _Cell) -> float:
+def _figure(kind: Aggregation, cell: _Cell) -> float:
     if kind not in _FORMULAS:
         return cell.values[0]
     return _FORMULAS[kind][1](*(value / cell.weight for value in cell.values))

@@ -32,7 +32,7 @@ _CHANGED_IN_PLACE = ("num_replays", "signature", "abs_advantage", "is_known")
 
 
 @dataclass(frozen=True)
-class Moment:
+class BufferSnapshot:
     """State of a buffer at a moment, without a copy of its trajectories."""
 
     items: Items
@@ -264,30 +264,31 @@ class ReplayBuffer:
             oldest_version=int(items.version.min()) if len(self) else None,
         )
 
-    def moment(self) -> Moment:
+    def snapshot(self) -> BufferSnapshot:
         """Snapshot from which `state_dict` is made: cheap, and unchanged by what the buffer does next."""
         copies = {name: getattr(self._items, name).copy() for name in _CHANGED_IN_PLACE}
         generator = json.dumps(self._rng.bit_generator.state)  # its numbers are larger than those of most formats
         names = list(self._signature_numbers)
-        return Moment(self._items._replace(**copies), names, generator, self._version, self._next_id)
+        return BufferSnapshot(self._items._replace(**copies), names, generator, self._version, self._next_id)
 
-    def state_dict(self, moment: Moment | None = None) -> dict[str, Any]:
+    def state_dict(self, snapshot: BufferSnapshot | None = None) -> dict[str, Any]:
         """Everything but the settings and the trajectories, as dicts, lists, arrays, numbers and strings.
 
-        Trajectories stand there by `unroll_id`: a caller that saves the state saves `Moment.trajectories` beside it.
+        Trajectories stand there by `unroll_id`: a caller that saves the state saves the `trajectories` of the snapshot
+        beside it.
 
         Args:
-            moment: of which the state is wanted; None: as of now.
+            snapshot: of which the state is wanted; None: as of now.
         """
-        moment = moment or self.moment()
-        items = moment.items
+        snapshot = snapshot or self.snapshot()
+        items = snapshot.items
         return {
             "format": STATE_FORMAT,
-            "generator": moment.generator,
-            "version": moment.version,
-            "next_id": moment.next_id,
+            "generator": snapshot.generator,
+            "version": snapshot.version,
+            "next_id": snapshot.next_id,
             "columns": {name: getattr(items, name) for name in _SAVED_COLUMNS},
-            "signatures": [moment.signatures[number] for number in items.signature],
+            "signatures": [snapshot.signatures[number] for number in items.signature],
             "trajectories": [[t.unroll_id for t in members] for members in items.trajectories],
         }
 

@@ -444,7 +444,7 @@ def test_a_learner_of_a_run_that_patience_has_ended_trains_no_further(
             learner = Learner(
                 config, Ranks("cpu"), stack, Start(run_id=learner.endpoint.run_dir.run_id), Mock(number=0)
             )
-            assert (learner.progress, learner.moment().patience) == (share, 2 if share == 1 else 0)
+            assert (learner.progress, learner.update_end().patience) == (share, 2 if share == 1 else 0)
         assert ("learner: the run ends early, by evaluation.patience=2" in capsys.readouterr().out) == (share == 1)
         if share == 1:
             with pytest.raises(ConfigError, match="has finished at update 4: raise evaluation.patience=2"):

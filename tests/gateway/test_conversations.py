@@ -20,7 +20,7 @@ from impala_llm.envs.base import SPLITS
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.gateway.chat import ChatTokens, TemplateRefused
 from impala_llm.gateway.conversation import Conversation
-from impala_llm.gateway.episode import ContextFull, EpisodeOver, GatewayEpisode, Outcome
+from impala_llm.gateway.episode import AgentResult, ContextFull, EpisodeOver, GatewayEpisode
 from impala_llm.gateway.tasks import AgentSuite
 from impala_llm.gateway.tree import ConversationTree
 from impala_llm.learning.policy.scratch import make_scratch_policy
@@ -29,7 +29,7 @@ from impala_llm.trajectory import CONTEXT_START, Trajectory
 from tests.gateway.engines import RandomEngine
 
 SPEC = EpisodeSpec("e", task_id=7, group_id=1, ticket_id=2, seed=3, env="agent", actor_id="a", signature="s")
-DONE = Outcome(reward=0.5, score=0.5, success=False)
+DONE = AgentResult(reward=0.5, score=0.5, success=False)
 
 ACTS = ["extend", "branch", "edit", "compact", "parallel", "several", "retry", "cancel", "stop"]
 Messages = list[dict[str, Any]]
@@ -346,7 +346,7 @@ def test_rewards_of_turns_are_where_their_completions_end(chat: ChatTokens) -> N
         with pytest.raises(ValueError, match="no such completion"):
             player.episode.reward("other", 1.0)
         await player.episode.close()
-        return player.episode.trajectory(Outcome.of({"score": 1.0, "rewards": {first: 1.0}}))
+        return player.episode.trajectory(AgentResult.of({"score": 1.0, "rewards": {first: 1.0}}))
 
     trajectory = asyncio.run(play())
     ends = trajectory.turns[:, 1] - 1
@@ -362,4 +362,4 @@ def test_rewards_of_turns_are_where_their_completions_end(chat: ChatTokens) -> N
 )
 def test_results_that_are_none_are_refused(result: Any) -> None:
     with pytest.raises(ValueError, match="its "):
-        Outcome.of(result)
+        AgentResult.of(result)

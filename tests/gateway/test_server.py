@@ -19,7 +19,7 @@ from impala_llm.engines.embedded.engine import TorchEngine
 from impala_llm.envs.toy import CorridorSuite
 from impala_llm.gateway.chat import ChatTokens
 from impala_llm.gateway.conversation import Conversation
-from impala_llm.gateway.episode import GatewayEpisode, Outcome
+from impala_llm.gateway.episode import AgentResult, GatewayEpisode
 from impala_llm.gateway.server import Gateway
 from impala_llm.learning.packing import pack
 from impala_llm.learning.policy.model import PolicyModel
@@ -32,7 +32,7 @@ from tests.gateway.test_conversations import assert_exact
 
 SPEC = EpisodeSpec("e", task_id=7, group_id=1, ticket_id=2, seed=3, env="corridor", actor_id="a", signature="s")
 LIMITS = EpisodeLimits(0.7, max_new_tokens=6, max_length=400)
-DONE = Outcome(reward=0.5, score=0.5, success=False)
+DONE = AgentResult(reward=0.5, score=0.5, success=False)
 ASK = [{"role": "user", "content": "say b"}]
 
 Use = Callable[["Served"], Awaitable[None]]
@@ -598,7 +598,7 @@ def test_an_episode_of_the_openai_client_equals_the_same_one_played_by_reset_and
                 messages.append(answer)
                 observation, reward, ended, _, info = session.step(answer.content)
             await served.gateway.remove(served.episode)
-            return served.episode.trajectory(Outcome.of({"reward": reward, **info}))
+            return served.episode.trajectory(AgentResult.of({"reward": reward, **info}))
 
     wanted, found = asyncio.run(direct()), asyncio.run(through_the_gateway())
     assert len(found.turns) == 5

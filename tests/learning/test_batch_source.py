@@ -433,7 +433,7 @@ def test_fractions_of_a_group_to_replace_add_up_over_the_updates(refill: float) 
         num_refilled += source.end_step().num_refilled
         assert num_refilled == math.floor(refill * 2 * (update + 1) + 1e-6)
         if update % 7 == 0:
-            state, held = source.state_dict(), {t.unroll_id: t for t in source.buffer.moment().trajectories}
+            state, held = source.state_dict(), {t.unroll_id: t for t in source.buffer.snapshot().trajectories}
             source, receiver = make_source(f"algorithm.refill={refill}", stall_timeout_s=5.0)
             source.load_state_dict(state, held, version=0)
 
@@ -450,7 +450,7 @@ def test_a_buffer_that_is_too_small_for_a_checkpoint_is_refused_by_its_setting()
     arrived = [t for group in range(4) for t in members(group)]
     receiver.arriving = list(arrived)
     source.collect(version=0, timeout_s=0.0)
-    state = source.state_dict(source.moment())
+    state = source.state_dict(source.snapshot())
     smaller, _ = make_source("replay.capacity=12")
     with pytest.raises(ConfigError, match=r"^replay.capacity=12 is too small .*: set it to 16 or more$"):
         smaller.load_state_dict(state, {t.unroll_id: t for t in arrived}, version=0)
@@ -461,7 +461,7 @@ REPLAY = ("replay=prioritised", "replay.max_replays=4", "algorithm.max_staleness
 
 def go_on(source: BatchSource, *overrides: str, batch_size: int = BATCH) -> tuple[BatchSource, PlayedReceiver]:
     """A source with the state of another, and other settings."""
-    state, held = source.state_dict(), {t.unroll_id: t for t in source.buffer.moment().trajectories}
+    state, held = source.state_dict(), {t.unroll_id: t for t in source.buffer.snapshot().trajectories}
     next_source, receiver = make_source(*REPLAY, *overrides, batch_size=batch_size)
     next_source.load_state_dict(state, held, version=0)
     return next_source, receiver

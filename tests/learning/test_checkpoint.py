@@ -19,7 +19,7 @@ from impala_llm.learning.checkpoints import files as checkpoint_files
 from impala_llm.learning.checkpoints import writer as checkpoint
 from impala_llm.learning.checkpoints.files import (
     CheckpointError,
-    Manifest,
+    CheckpointManifest,
     Part,
     VersionMark,
     best_of,
@@ -30,7 +30,7 @@ from impala_llm.learning.checkpoints.files import (
 from impala_llm.learning.checkpoints.reader import CheckpointReader
 from impala_llm.learning.checkpoints.writer import (
     Checkpointer,
-    State,
+    RankState,
     load_random_state,
     random_state,
     tensors_of,
@@ -63,8 +63,8 @@ def take_step(model: PolicyModel, optimizer: Optimizer, number: int) -> None:
     optimizer.step(number, progress=0.0)
 
 
-def make_state(update: int, model: PolicyModel, optimizer: Optimizer, policy: Path, **plain: Any) -> State:
-    return State(
+def make_state(update: int, model: PolicyModel, optimizer: Optimizer, policy: Path, **plain: Any) -> RankState:
+    return RankState(
         update=update,
         version=update + 5,
         run_id=77,
@@ -189,7 +189,7 @@ def test_shares_of_any_number_of_ranks_are_read(tmp_path: Path, policy: Path) ->
     save_file({"step": torch.tensor(3.0)}, folder / "step.safetensors")
     tensors[step] = (Part("step.safetensors", "step", ()),)
     facts = (manifest.update, manifest.version, manifest.run_id, 2, manifest.minutes_used)
-    CheckpointReader(Manifest(folder, *facts, manifest.files, tensors)).load_optimizer(optimizer)
+    CheckpointReader(CheckpointManifest(folder, *facts, manifest.files, tensors)).load_optimizer(optimizer)
     assert torch.equal(optimizer.state_dict()[name.removeprefix("optimizer.")], moments)
 
 
@@ -325,7 +325,7 @@ def test_two_ranks_write_one_checkpoint(tmp_path: Path, policy: Path) -> None:
     model, optimizer = make(policy)
     ranks = [Checkpointer(tmp_path, 1, rank, 2) for rank in range(2)]
     states = [make_state(1, model, optimizer, policy, rank=0)]
-    states.append(State(1, 6, 77, 1.5, {"rank": 1}, {}, {}))
+    states.append(RankState(1, 6, 77, 1.5, {"rank": 1}, {}, {}))
     for rank, state in zip(ranks, states, strict=True):
         assert rank.save(state)
     assert all([rank.wait() for rank in ranks])

@@ -8,7 +8,7 @@ import pytest
 
 from impala_llm.learning.checkpoints import files as checkpoint_files
 from impala_llm.learning.checkpoints import writer as checkpoint
-from impala_llm.learning.checkpoints.writer import Checkpointer, State
+from impala_llm.learning.checkpoints.writer import Checkpointer, RankState
 from tests.learning.builders import save_lm
 from tests.learning.test_checkpoint import make, make_state, names, write
 
@@ -30,9 +30,11 @@ def test_what_other_ranks_have_left_of_a_checkpoint_that_failed_makes_room_for_t
     with monkeypatch.context() as full:
         full.setattr(checkpoint, "write_file", no_room)
         assert ranks[0].save(make_state(3, model, optimizer, policy)) and not ranks[0].wait()
-    assert ranks[1].save(State(3, 8, 77, 1.5, {}, {}, {})) and ranks[1].wait()
+    assert ranks[1].save(RankState(3, 8, 77, 1.5, {}, {}, {})) and ranks[1].wait()
     assert names(tmp_path) == ["update-000003.new"]
-    assert ranks[0].save(make_state(4, model, optimizer, policy)) and ranks[1].save(State(4, 9, 77, 1.5, {}, {}, {}))
+    assert ranks[0].save(make_state(4, model, optimizer, policy)) and ranks[1].save(
+        RankState(4, 9, 77, 1.5, {}, {}, {})
+    )
     assert all([rank.wait() for rank in ranks])
     assert names(tmp_path) == ["update-000004"]
 

@@ -14,7 +14,7 @@ from impala_llm.algorithms.losses import CISPO, GSPO, DecoupledPPO, PPOClip, Rei
 from impala_llm.algorithms.stale_losses import M2PO, TOPR
 from impala_llm.algorithms.vtrace import GAE, VTrace
 from impala_llm.config import load
-from impala_llm.learning.objective import Denominators, Outcome, Rows, Rules, objective
+from impala_llm.learning.objective import Denominators, MicroBatchResult, Rows, Rules, objective
 from impala_llm.learning.packing import pack
 from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.scoring import TokenScores, action_log_probs
@@ -50,7 +50,7 @@ def run(
     advantages: Tensor | None = None,
     scores: TokenScores | None = None,
     **rules: float,
-) -> Outcome:
+) -> MicroBatchResult:
     """With one denominator of 1, so that sums stay sums."""
     model.zero_grad()
     rows = Rows(torch.ones(len(batch.lengths)), advantages, scores=scores or TokenScores())

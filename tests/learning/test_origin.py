@@ -9,7 +9,7 @@ import torch
 from impala_llm.config import load
 from impala_llm.learning.checkpoints.files import (
     CheckpointError,
-    Manifest,
+    CheckpointManifest,
     VersionMark,
     checksum,
     manifest_bytes,
@@ -35,7 +35,7 @@ def make_checkpoint(run_folder: Path, update: int, version: int | None = None) -
     found = checksum(folder / "rank-0.records")
     assert found is not None
     version = update if version is None else version
-    manifest = Manifest(folder, update, version, 77, 1, 0.0, {"rank-0.records": found}, {})
+    manifest = CheckpointManifest(folder, update, version, 77, 1, 0.0, {"rank-0.records": found}, {})
     (folder / "manifest.json").write_bytes(manifest_bytes(manifest))
     return folder
 

@@ -13,7 +13,7 @@ import pytest
 
 from impala_llm.commands.preflight import check_training
 from impala_llm.config import ConfigError, load, to_yaml
-from impala_llm.learning.checkpoints.files import Manifest, VersionMark, manifest_bytes, name_of
+from impala_llm.learning.checkpoints.files import CheckpointManifest, VersionMark, manifest_bytes, name_of
 from impala_llm.learning.checkpoints.kept_settings import keep_settings
 from impala_llm.learning.checkpoints.resume import Start, can_go_on, how_to_start
 from impala_llm.learning.policy.model_files import model_checksum
@@ -48,7 +48,7 @@ def make_run(
     if update is not None:
         checkpoint = folder / "checkpoints" / name_of(update)
         checkpoint.mkdir(parents=True)
-        manifest = Manifest(checkpoint, update, update, 77, 1, minutes_used, {}, {}, patience, start)
+        manifest = CheckpointManifest(checkpoint, update, update, 77, 1, minutes_used, {}, {}, patience, start)
         (checkpoint / "manifest.json").write_bytes(manifest_bytes(manifest))
     return folder
 

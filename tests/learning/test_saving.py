@@ -34,13 +34,13 @@ from impala_llm.learning.policy.model_files import model_checksum, policy_files
 from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.learning.publishing import VersionPublisher
 from impala_llm.learning.ranks.parallel import Ranks
-from impala_llm.learning.saving import Moment, Parts, Saving
+from impala_llm.learning.saving import RankParts, Saving, UpdateEnd
 from impala_llm.pipeline.shm.run_directory import find_run, remove_run_dir
 from impala_llm.settings import Config, LearnerConfig, LoraConfig
 from tests.learning.builders import save_lm
 from tests.two_ranks import Meeting, ThreadRanks
 
-MOMENT = Moment(update=5, version=5, seconds=1.0)
+MOMENT = UpdateEnd(update=5, version=5, seconds=1.0)
 
 
 def make_saving(
@@ -53,11 +53,11 @@ def make_saving(
         add_adapters(model.lm, LoraConfig(rank=lora_rank))
     receiver = Mock(**{"rows.return_value": [], "held.return_value": {}})
     endpoint = Mock(receiver=receiver, run_dir=Mock(run_id=7))
-    batches = Mock(**{"moment.return_value.buffer.trajectories": [], "state_dict.return_value": {}})
+    batches = Mock(**{"snapshot.return_value.buffer.trajectories": [], "state_dict.return_value": {}})
     publisher = Mock(export=PolicyExport(model, ranks))
     optimizer = Optimizer(model, LearnerConfig())
     checkpointer = Checkpointer(folder / "run", 2, ranks.rank, ranks.world_size)
-    parts = Parts(ranks, endpoint, model, optimizer, batches, publisher, {"tokenizer.json": b"{}"})
+    parts = RankParts(ranks, endpoint, model, optimizer, batches, publisher, {"tokenizer.json": b"{}"})
     return Saving(LearnerConfig(), checkpointer, parts, None), checkpointer
 
 
@@ -84,7 +84,7 @@ def test_a_checkpoint_has_no_half_written_export(
     assert not [name for name in manifest.files if name.startswith("policy")]
     said = capsys.readouterr().out
     assert "checkpoint update-000005 has no policy/, but the run can go on from it: " in said
-    saving.save(saving.tickets(6), Moment(6, 6, 1.0))
+    saving.save(saving.tickets(6), UpdateEnd(6, 6, 1.0))
     assert checkpointer.wait()
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "update-000006" / "policy")
 
@@ -166,7 +166,7 @@ def test_a_checkpoint_that_finds_another_one_being_written_exports_nothing(
     saving, checkpointer = make_saving(tmp_path, lora_rank=2)
     saving.save(saving.tickets(5), MOMENT)
     assert has_come.wait(30)
-    saving.save(saving.tickets(6), Moment(6, 6, 1.0))
+    saving.save(saving.tickets(6), UpdateEnd(6, 6, 1.0))
     left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     goes_on.set()
     assert checkpointer.wait() and left == ["update-000005.new"]
@@ -185,7 +185,7 @@ def test_no_rank_begins_a_checkpoint_while_another_one_writes(tmp_path: Path, mo
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda each: each[0].save(each[0].tickets(5), MOMENT), both))
         assert both[1][1].wait(), "rank 1 has written its part"
-        list(pool.map(lambda each: each[0].save(each[0].tickets(6), Moment(6, 6, 1.0)), both))
+        list(pool.map(lambda each: each[0].save(each[0].tickets(6), UpdateEnd(6, 6, 1.0)), both))
         assert not both[1][1].is_busy
         goes_on.set()
         assert list(pool.map(lambda each: each[1].wait(), both)) == [True, True]
@@ -196,7 +196,7 @@ def test_a_stop_before_the_first_update_leaves_its_version_reserved(tmp_path: Pa
     """It was published: the run that begins again must not give its number to other weights."""
     saving, checkpointer = make_saving(tmp_path, 0)
     checkpointer.versions.reserve(0, ahead=0)
-    assert not saving.save_last(Moment(0, 0, 0.1))
+    assert not saving.save_last(UpdateEnd(0, 0, 0.1))
     assert checkpointer.versions.unused(0) > 0
 
 

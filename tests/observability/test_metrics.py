@@ -4,7 +4,7 @@ import re
 import numpy as np
 import pytest
 
-from impala_llm.observability.metrics import METRICS, STAGES, Kind, MetricError, MetricLog, describe
+from impala_llm.observability.metrics import METRICS, STAGES, Aggregation, MetricError, MetricLog, describe
 from impala_llm.observability.stages import StageTimer
 
 
@@ -41,11 +41,11 @@ def test_a_mean_is_weighted_by_its_denominator() -> None:
 def test_each_kind_combines_as_declared() -> None:
     log = MetricLog()
     expected = {
-        "ratio/max": (Kind.MAX, 3.0),
-        "staleness/newest": (Kind.MIN, 1.0),
-        "pipeline/refused": (Kind.SUM, 6.0),
-        "learner/version": (Kind.LAST, 2.0),
-        "rollout/score": (Kind.MEAN, 2.0),
+        "ratio/max": (Aggregation.MAX, 3.0),
+        "staleness/newest": (Aggregation.MIN, 1.0),
+        "pipeline/refused": (Aggregation.SUM, 6.0),
+        "learner/version": (Aggregation.LAST, 2.0),
+        "rollout/score": (Aggregation.MEAN, 2.0),
     }
     for name, (kind, _) in expected.items():
         assert describe(name).kind is kind

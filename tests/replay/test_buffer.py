@@ -31,7 +31,7 @@ def fill(buffer: ReplayBuffer, count: int) -> None:
 
 
 def held_by(buffer: ReplayBuffer) -> dict[int, Trajectory]:
-    return {t.unroll_id: t for t in buffer.moment().trajectories}
+    return {t.unroll_id: t for t in buffer.snapshot().trajectories}
 
 
 def tickets(items: object) -> list[int]:
@@ -424,16 +424,16 @@ def test_a_smaller_buffer_refuses_the_state() -> None:
         make_buffer().load_state_dict(buffer.state_dict() | {"format": 0}, {})
 
 
-def test_a_moment_stays_as_it_was_while_the_buffer_goes_on() -> None:
+def test_a_snapshot_stays_as_it_was_while_the_buffer_goes_on() -> None:
     buffer, rng = busy_buffer(9)
     for version in range(6):
         step(buffer, rng, version)
-    moment = buffer.moment()
+    snapshot = buffer.snapshot()
     twin = np.random.default_rng()
     twin.bit_generator.state = rng.bit_generator.state
     expected = [step(buffer, rng, version) for version in range(6, 12)]
     restored, _ = busy_buffer(1234)
-    restored.load_state_dict(buffer.state_dict(moment), {t.unroll_id: t for t in moment.trajectories})
+    restored.load_state_dict(buffer.state_dict(snapshot), {t.unroll_id: t for t in snapshot.trajectories})
     assert [step(restored, twin, version) for version in range(6, 12)] == expected
 
 

@@ -246,7 +246,7 @@ def test_signatures_that_come_and_go_are_counted_as_long_as_they_are_there() -> 
             [[make_trajectory(version=version, ticket_id=5 * version + i)] for i in range(5)], version, names
         )
     restored = ReplayBuffer(PrioritySampler(rarity_exponent=1.0), 10, BIG, max_staleness=1, max_replays=BIG)
-    restored.load_state_dict(buffer.state_dict(), {t.unroll_id: t for t in buffer.moment().trajectories})
+    restored.load_state_dict(buffer.state_dict(), {t.unroll_id: t for t in buffer.snapshot().trajectories})
     for each in (buffer, restored):
         each.insert_all([[make_trajectory(version=200)]] * 5, 200, ["same"] * 5)
         weights = {item.item_id: item.weight for item in each.sample(10, 200).items}

@@ -35,7 +35,7 @@ _MAX_CPU_THREADS = 2  # the loops of CpuDecoder run on one thread; torch's opera
 
 
 @dataclass(frozen=True)
-class PackedBatch:
+class DecoderBatch:
     """N new tokens end to end: decoding rows (one token of a session each), then segments, then padding."""
 
     tokens: torch.Tensor
@@ -53,7 +53,7 @@ class PackedBatch:
     """These tokens as queries: the last layer computes only them. None where there are none."""
 
 
-def pack(plan: Plan, cache: KVCache, device: torch.device, has_windows: bool = False) -> PackedBatch:
+def pack(plan: Plan, cache: KVCache, device: torch.device, has_windows: bool = False) -> DecoderBatch:
     """Make the batch of a plan, with the indices that torch's operators need; `has_windows` as in `query_rows`."""
 
     def tensor(array: np.ndarray) -> torch.Tensor:
@@ -70,7 +70,7 @@ def pack(plan: Plan, cache: KVCache, device: torch.device, has_windows: bool = F
         if num_sampled:
             sample_rows = query_rows(cache, plan.sampled, plan.sampled_lengths, device, has_windows)
     cache_rows = cache.rows(plan.token_slots, plan.positions[:num_tokens], len(plan.tokens) - num_tokens)
-    return PackedBatch(
+    return DecoderBatch(
         tokens=tensor(plan.tokens),
         positions=tensor(plan.positions),
         cache_rows=tensor(cache_rows),
@@ -161,7 +161,7 @@ def _cached_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    cached_batch: tuple[PackedBatch, KVCache],
+    cached_batch: tuple[DecoderBatch, KVCache],
     scaling: float | None = None,
     sliding_window: int | None = None,
     **options: object,

@@ -21,7 +21,7 @@ from impala_llm.engines.sglang.client import ServerLost, SGLangClient, open_http
 from impala_llm.engines.sglang.external_server import Server
 from impala_llm.engines.sglang.replica import Replica, check_fit
 from impala_llm.engines.sglang.replica_weights import ReplicaWeights, WeightsSource
-from impala_llm.engines.sglang.response import Answer
+from impala_llm.engines.sglang.response import Continuation
 from impala_llm.engines.sglang.weight_update import IN_FLIGHT, InFlight, UpdateTimes
 
 MAX_STARTS = 5
@@ -82,7 +82,7 @@ class SGLangEngine:
         self.weights = ReplicaWeights(in_flight, is_fed, weights, lambda: self._changed.wait())
         self._request_timeout_s = request_timeout_s
         self._replica_of: dict[str, Replica] = {}
-        self.answers: dict[str, Answer] = {}
+        self.answers: dict[str, Continuation] = {}
         """Answers under way, by session."""
         self._changed = asyncio.Event()
         self._servers = servers
@@ -149,7 +149,7 @@ class SGLangEngine:
             raise EngineError(f"session {session_id!r} has a running request: await it or abort it first")
         tokens = check_request(prompt, params, self.vocab_size, self.max_length)
         limit = min(params.max_new_tokens, self.max_length - len(tokens))
-        answer = self.answers[session_id] = Answer(session_id, tokens, params, limit, self.vocab_size)
+        answer = self.answers[session_id] = Continuation(session_id, tokens, params, limit, self.vocab_size)
         try:
             async with asyncio.timeout(self._request_timeout_s) as answer.timer:
                 await self._complete(answer)
@@ -299,7 +299,7 @@ class SGLangEngine:
 
     # Answers
 
-    async def _complete(self, answer: Answer) -> None:
+    async def _complete(self, answer: Continuation) -> None:
         losses = 0
         while not answer.settle():
             replica = await self._acquire(answer.session_id)
@@ -333,7 +333,7 @@ class SGLangEngine:
                 raise self.failure
             await changed.wait()
 
-    async def _stream(self, replica: Replica, answer: Answer) -> None:
+    async def _stream(self, replica: Replica, answer: Continuation) -> None:
         assert replica.client is not None and replica.version is not None
         request = answer.request(uuid.uuid4().hex, replica.version, STREAM_INTERVAL)
         if not any(other.running for other in self.replicas):

@@ -28,7 +28,7 @@ class BrokenAnswer(EngineError):
     """Answer of a server that contradicts itself or the request."""
 
 
-class Answer:
+class Continuation:
     """Tokens that continue a prompt. One request at a time is under way for it."""
 
     def __init__(

@@ -64,7 +64,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """Contents of a checkpoint."""
 
     path: Path = field(compare=False)
@@ -111,7 +111,7 @@ def name_of(update: int) -> str:
     return f"update-{update:06d}"
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> CheckpointManifest:
     """Read a manifest, and nothing else. Raises CheckpointError where none of this format is whole."""
     try:
         values = json.loads((path / MANIFEST).read_bytes())
@@ -124,7 +124,7 @@ def read_manifest(path: Path) -> Manifest:
             raise CheckpointError(f"{MANIFEST} has another checksum")
         if path.name.removesuffix(REPLACED) != name_of(values["update"]):
             raise CheckpointError(f"{MANIFEST} is of update {values['update']}")
-        return Manifest(
+        return CheckpointManifest(
             path,
             int(values["update"]),
             int(values["version"]),
@@ -147,7 +147,7 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{MANIFEST} is damaged ({error!r})") from error
 
 
-def manifest_bytes(manifest: Manifest) -> bytes:
+def manifest_bytes(manifest: CheckpointManifest) -> bytes:
     """A manifest as the file that `read_manifest` reads."""
     names = ("update", "version", "run_id", "num_ranks", "minutes_used", "patience", "start")
     values: dict[str, Any] = {"format": FORMAT, **{name: getattr(manifest, name) for name in names}}
@@ -163,7 +163,7 @@ def _crc(values: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(values).encode())
 
 
-def newest_whole(run_folder: Path, verifies: bool = True) -> tuple[Manifest | None, list[str]]:
+def newest_whole(run_folder: Path, verifies: bool = True) -> tuple[CheckpointManifest | None, list[str]]:
     """Find the newest checkpoint that can be used.
 
     Args:

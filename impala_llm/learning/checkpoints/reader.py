@@ -9,7 +9,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from impala_llm.learning.checkpoints.files import CheckpointError, Manifest
+from impala_llm.learning.checkpoints.files import CheckpointError, CheckpointManifest
 from impala_llm.learning.checkpoints.writer import learned, offsets_of, unpack
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.policy.model import PolicyModel
@@ -23,7 +23,7 @@ class CheckpointReader:
     Raises CheckpointError in every method, for contents that do not fit.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: CheckpointManifest) -> None:
         self.manifest = manifest
         self._open: dict[str, Any] = {}
 

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from impala_llm.checks.idle_settings import in_force
 from impala_llm.config import ConfigError, plain
-from impala_llm.learning.checkpoints.files import FOLDER, NEW, RESERVED, Manifest, VersionMark, newest_whole
+from impala_llm.learning.checkpoints.files import FOLDER, NEW, RESERVED, CheckpointManifest, VersionMark, newest_whole
 from impala_llm.learning.checkpoints.folder_owner import RUN_FIX, wait_for_owner
 from impala_llm.learning.checkpoints.kept_settings import keep_settings
 from impala_llm.learning.checkpoints.policy_folders import learned_policies
@@ -231,7 +231,7 @@ def _keep_work_of_another(config: Config, left: Left) -> None:
         )
 
 
-def _check_sizes(config: Config, left: Left, checkpoint: Manifest | None) -> None:
+def _check_sizes(config: Config, left: Left, checkpoint: CheckpointManifest | None) -> None:
     """Raise ConfigError where what is left of the run in shared memory has other sizes than these settings."""
     settings = dict(leaves(config))
     for key, before in settings_of(left.run.replay_path()).items():
@@ -278,7 +278,7 @@ def _nothing_left(config: Config) -> str:
     )
 
 
-def _changed(config: Config, folder: Path, checkpoint: Manifest | None, where: str, anew: str) -> list[str]:
+def _changed(config: Config, folder: Path, checkpoint: CheckpointManifest | None, where: str, anew: str) -> list[str]:
     """Return a sentence on settings that the run in a folder had otherwise, and that may change; none where none has.
 
     Args:
@@ -310,7 +310,7 @@ def _changed(config: Config, folder: Path, checkpoint: Manifest | None, where: s
     return [f"going on with {settings}"] if changed else []
 
 
-def _other_model(config: Config, checkpoint: Manifest | None) -> str | None:
+def _other_model(config: Config, checkpoint: CheckpointManifest | None) -> str | None:
     """Return a clause for a refusal on a model at another path than the one that a run began with; None where it is the
     same model."""
     directory = model_directory(config.model.path)
@@ -352,7 +352,7 @@ def _is_same_directory(one: object, other: object) -> bool:
     return found[0] is not None and found[0] == found[1]
 
 
-def _finished(config: Config, checkpoint: Manifest) -> str:
+def _finished(config: Config, checkpoint: CheckpointManifest) -> str:
     """The setting that keeps a run from going on; empty where none does."""
     learner = config.learner
     if checkpoint.update >= learner.total_updates:

@@ -37,7 +37,7 @@ from impala_llm.learning.checkpoints.files import (
     NEW,
     REPLACED,
     CheckpointError,
-    Manifest,
+    CheckpointManifest,
     Part,
     VersionMark,
     checksum,
@@ -69,7 +69,7 @@ _POLL_S = 0.02
 
 
 @dataclass(frozen=True)
-class State:
+class RankState:
     """State of a rank at the end of an update.
 
     Attributes:
@@ -200,7 +200,7 @@ class Checkpointer:
         """Folder in which ranks that share the policy put its plain export before they call `save`."""
         return self._folder / (name_of(update) + NEW) / POLICY
 
-    def save(self, state: State) -> bool:
+    def save(self, state: RankState) -> bool:
         """Begin to write a checkpoint. Its tensors must not change before `wait_until_copied` has returned.
 
         Returns:
@@ -258,7 +258,7 @@ class Checkpointer:
 
     # --- the thread
 
-    def _write(self, state: State) -> None:
+    def _write(self, state: RankState) -> None:
         target = self._folder / name_of(state.update)
         aside = target.with_name(target.name + NEW)
         try:
@@ -285,7 +285,7 @@ class Checkpointer:
             if not isinstance(error, OSError | CheckpointError):
                 _log.exception("a checkpoint could not be written")
 
-    def _write_part(self, state: State, copied: "_Copied", aside: Path) -> "_Written":
+    def _write_part(self, state: RankState, copied: "_Copied", aside: Path) -> "_Written":
         """Write the files of this rank."""
         written = _Written()
         prefix = f"rank-{self._rank}"
@@ -318,7 +318,7 @@ class Checkpointer:
             write_file(aside / f"{prefix}.json", [written.to_bytes()])
         return written
 
-    def _finish(self, state: State, written: "_Written", aside: Path, target: Path) -> None:
+    def _finish(self, state: RankState, written: "_Written", aside: Path, target: Path) -> None:
         """Write the manifest once all ranks have written theirs, give the checkpoint its name, and remove old ones."""
         deadline = time.monotonic() + _RANKS_TIMEOUT_S
         for rank in range(1, self._num_processes):
@@ -331,7 +331,7 @@ class Checkpointer:
             path.unlink()
         tensors = {name: tuple(parts) for name, parts in written.tensors.items()}
         facts = (state.update, state.version, state.run_id, self._num_ranks, state.minutes_used)
-        manifest = Manifest(aside, *facts, written.files, tensors, state.patience, state.start)
+        manifest = CheckpointManifest(aside, *facts, written.files, tensors, state.patience, state.start)
         write_file(aside / MANIFEST, [manifest_bytes(manifest)])
         for folder in (aside / POLICY, aside):
             if folder.is_dir():
@@ -378,7 +378,7 @@ class _Written:
 class _Copied:
     """Copy of a state's tensors and records in host memory; each piece of memory is copied once."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: RankState) -> None:
         copies: dict[tuple[object, ...], Tensor] = {}
         keys: dict[tuple[object, ...], str] = {}
 

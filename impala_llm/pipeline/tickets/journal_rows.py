@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 from impala_llm.pipeline.tickets.quarantine import count_crashes
 from impala_llm.pipeline.tickets.task_order import TaskOrder
-from impala_llm.pipeline.tickets.ticket import Entry, State
+from impala_llm.pipeline.tickets.ticket import LedgerEntry, TicketState
 from impala_llm.trajectory import MAX_TICKETS
 
 Row = tuple[int, ...]
 _ORDER, _TAKEN, _LIVE, _TRAINED, _EVICTED, _REFUSED, _SETTLED, _MADE, _CRASHED = range(9)
 _LOSSES_AT = 32
 """First bit of the number of losses in a row's fifth field; the bits below hold the number of attempts."""
-_KINDS = {State.TRAINED: _TRAINED, State.EVICTED: _EVICTED, State.REFUSED: _REFUSED}
+_KINDS = {TicketState.TRAINED: _TRAINED, TicketState.EVICTED: _EVICTED, TicketState.REFUSED: _REFUSED}
 _ENDS = {kind: state for state, kind in _KINDS.items()}
 NO_FORECAST = (0, 0)
 """`Admission.forecast` where no episode had several unrolls."""
 
 
-def note(entry: Entry) -> Row:
+def note(entry: LedgerEntry) -> Row:
     """Row of a ticket: its end, or that it has not ended."""
     ticket = entry.ticket
     kind = _KINDS.get(entry.state, _LIVE)
@@ -58,7 +58,7 @@ def note_settled(ticket_id: int, unroll_index: int, step: int) -> Row:
 
 
 def account(
-    order: TaskOrder, entries: Iterable[Entry], version: int, forecast: tuple[int, int] = NO_FORECAST
+    order: TaskOrder, entries: Iterable[LedgerEntry], version: int, forecast: tuple[int, int] = NO_FORECAST
 ) -> list[Row]:
     """Rows from which a later process restores tickets, as few as possible.
 
@@ -164,7 +164,7 @@ def renumbered(rows: Iterable[Sequence[int]], shift: int) -> list[Row]:
 
 
 @dataclass
-class Past:
+class JournalState:
     """State of tickets, as read from rows. By ticket id."""
 
     last: dict[int, Sequence[int]] = field(default_factory=dict)
@@ -176,12 +176,12 @@ class Past:
     forecast: tuple[int, int] = NO_FORECAST
     """`Admission.forecast` of the newest row."""
 
-    def end_of(self, ticket_id: int) -> State | None:
+    def end_of(self, ticket_id: int) -> TicketState | None:
         """Final state of a ticket; None where it has not ended."""
         return _ENDS.get(self.last[ticket_id][0])
 
 
-def read(rows: Sequence[Sequence[int]], order: TaskOrder, version: int) -> Past:
+def read(rows: Sequence[Sequence[int]], order: TaskOrder, version: int) -> JournalState:
     """Read rows, and move the task order to its position.
 
     Args:
@@ -192,7 +192,7 @@ def read(rows: Sequence[Sequence[int]], order: TaskOrder, version: int) -> Past:
     Raises:
         RunDirectoryError: the rows are of another task order, or damaged.
     """
-    past = Past()
+    past = JournalState()
     made = version
     steps: dict[int, set[tuple[int, int]]] = {}  # those that do not count: (ticket_id, unroll_index)
     identity = order.identity()

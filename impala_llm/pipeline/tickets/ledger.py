@@ -21,7 +21,7 @@ from impala_llm.pipeline.tickets.granting import Granting
 from impala_llm.pipeline.tickets.staleness import Admission
 from impala_llm.pipeline.tickets.table import Claim, TicketTable, Verdict
 from impala_llm.pipeline.tickets.task_order import TaskOrder
-from impala_llm.pipeline.tickets.ticket import State, Ticket
+from impala_llm.pipeline.tickets.ticket import Ticket, TicketState
 
 __all__ = ["Claim", "Ticket", "TicketLedger", "Verdict"]
 
@@ -144,7 +144,7 @@ class TicketLedger:
             self._granting.know(actor_id)
             for ticket_id in held:
                 entry = self._table.entries.get(ticket_id)
-                if entry is not None and entry.state is State.READY:
+                if entry is not None and entry.state is TicketState.READY:
                     self._table.ready.remove(ticket_id)
                     if quarantine.take_back_loss(entry, actor_id):
                         self._table.note(entry)
@@ -173,7 +173,7 @@ class TicketLedger:
         with self._lock:
             for ticket_id in ticket_ids:
                 entry = self._table.entries.get(ticket_id)
-                if entry is None or entry.state is not State.OPEN or entry.actor_id != actor_id:
+                if entry is None or entry.state is not TicketState.OPEN or entry.actor_id != actor_id:
                     continue
                 if entry.episode_id is None:
                     again.append(entry.ticket)
@@ -227,7 +227,7 @@ class TicketLedger:
         """
         with self._lock:
             entry = self._table.entries.get(ticket_id)
-            if entry is None or entry.state is not State.OPEN or entry.actor_id != actor_id:
+            if entry is None or entry.state is not TicketState.OPEN or entry.actor_id != actor_id:
                 return
             self._table.totals["failed"] += 1
             entry.attempts += entry.episode_id is None
@@ -253,7 +253,7 @@ class TicketLedger:
         """
         with self._lock:
             entry = self._table.entries.get(ticket_id)
-            if entry is not None and entry.state is State.OPEN and entry.actor_id == actor_id:
+            if entry is not None and entry.state is TicketState.OPEN and entry.actor_id == actor_id:
                 self._table.refuse(entry)
                 self._table.write_notes()
 
@@ -281,7 +281,7 @@ class TicketLedger:
                     self._table.num_open -= 1
                     self._table.totals["given_up"] += 1
                     refused.append(entry.ticket)
-                    self._table.end([entry], State.REFUSED)
+                    self._table.end([entry], TicketState.REFUSED)
                 else:
                     self._table.grant_again(entry)
                     self._table.note(entry)
@@ -347,7 +347,7 @@ class TicketLedger:
     def needs_newer_than(self, version: int) -> bool:
         """Return whether all tickets that may still bring a trajectory demand later weights than this version."""
         with self._lock:
-            playing = [e for e in self._table.entries.values() if e.state in (State.READY, State.OPEN)]
+            playing = [e for e in self._table.entries.values() if e.state in (TicketState.READY, TicketState.OPEN)]
             return bool(playing) and all(entry.ticket.min_version > version for entry in playing)
 
     def counters(self) -> dict[str, float]:
@@ -359,7 +359,11 @@ class TicketLedger:
         of the versions made since the first grant of an open ticket).
         """
         with self._lock:
-            ages = [self._slots.version - e.born_version for e in self._table.entries.values() if e.state is State.OPEN]
+            ages = [
+                self._slots.version - e.born_version
+                for e in self._table.entries.values()
+                if e.state is TicketState.OPEN
+            ]
             return {
                 **{name: float(self._table.totals[name]) for name in _TOTALS},
                 "ready": float(len(self._table.ready)),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from impala_llm.pipeline.tickets.ticket import Entry, State, waiting
+from impala_llm.pipeline.tickets.ticket import LedgerEntry, TicketState, waiting
 from impala_llm.trajectory import unroll_id
 
 _SUSPECT_LOSSES = 2
@@ -22,12 +22,12 @@ _MAX_LOSSES = 5
 _MAX_CRASHES = 2
 
 
-def is_suspect(entry: Entry) -> bool:
+def is_suspect(entry: LedgerEntry) -> bool:
     """Return whether this ticket may be the cause of lost actors."""
     return entry.losses >= _SUSPECT_LOSSES
 
 
-def note_loss(entry: Entry, actor_id: str) -> None:
+def note_loss(entry: LedgerEntry, actor_id: str) -> None:
     """Note that an actor was lost while it had a ticket.
 
     Args:
@@ -38,7 +38,7 @@ def note_loss(entry: Entry, actor_id: str) -> None:
     entry.lost_by = actor_id
 
 
-def take_back_loss(entry: Entry, actor_id: str) -> bool:
+def take_back_loss(entry: LedgerEntry, actor_id: str) -> bool:
     """Take back the loss of an actor that has come back with its ticket: the network was at fault.
 
     Args:
@@ -54,7 +54,7 @@ def take_back_loss(entry: Entry, actor_id: str) -> bool:
     return True
 
 
-def is_given_up(entry: Entry) -> bool:
+def is_given_up(entry: LedgerEntry) -> bool:
     """Return whether too many actors were lost with this ticket."""
     return entry.losses >= _MAX_LOSSES
 
@@ -73,11 +73,11 @@ def count_crashes(crashes: dict[int, dict[int, int]], steps: dict[int, set[tuple
         of_ticket[unroll_index] = of_ticket.get(unroll_index, 0) + 1
 
 
-def set_aside(entries: Iterable[Entry]) -> list[int]:
+def set_aside(entries: Iterable[LedgerEntry]) -> list[int]:
     """`unroll_id` of received trajectories that are to be evicted: the learner died in steps that trained on them."""
     return [
         unroll_id(entry.ticket.ticket_id, unroll_index)
         for entry in entries
         for unroll_index, count in (entry.crashes or {}).items()
-        if count >= _MAX_CRASHES and unroll_index in waiting(entry) and entry.state is State.RECEIVED
+        if count >= _MAX_CRASHES and unroll_index in waiting(entry) and entry.state is TicketState.RECEIVED
     ]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from impala_llm.pipeline.tickets import journal_rows
 from impala_llm.pipeline.tickets.staleness import beyond_slot
 from impala_llm.pipeline.tickets.table import TicketTable
-from impala_llm.pipeline.tickets.ticket import Entry, Group, Parts, State, Ticket, waiting
+from impala_llm.pipeline.tickets.ticket import LedgerEntry, OpenGroup, Ticket, TicketState, Unrolls, waiting
 
 
 def restore(table: TicketTable, received: Sequence[tuple[int, str, int]]) -> None:
@@ -57,7 +57,7 @@ def still_wanted(table: TicketTable, received: Sequence[tuple[int, str, int]]) -
     ]
 
 
-def _restore_entries(table: TicketTable, past: journal_rows.Past) -> None:
+def _restore_entries(table: TicketTable, past: journal_rows.JournalState) -> None:
     """Enter all tickets of the journal with the state in their rows, and charge their slots."""
     for ticket_id, row in sorted(past.last.items()):
         group_id = ticket_id // table.order.group_size
@@ -67,13 +67,15 @@ def _restore_entries(table: TicketTable, past: journal_rows.Past) -> None:
             *(ticket_id, table.order.task_of(group_id), group_id, table.order.ticket_seed(ticket_id)),
             min_version,
         )
-        table.entries[ticket_id] = entry = Entry(ticket, born_version, attempts=attempts, step=step)
+        table.entries[ticket_id] = entry = LedgerEntry(ticket, born_version, attempts=attempts, step=step)
         entry.losses, entry.crashes = losses, past.crashes.get(ticket_id)
         table.slots.charged[born_version] += 1
-        table.groups.setdefault(group_id, Group(under_way=0)).under_way += 1
+        table.groups.setdefault(group_id, OpenGroup(under_way=0)).under_way += 1
 
 
-def _restore_states(table: TicketTable, past: journal_rows.Past, received: Sequence[tuple[int, str, int]]) -> None:
+def _restore_states(
+    table: TicketTable, past: journal_rows.JournalState, received: Sequence[tuple[int, str, int]]
+) -> None:
     """Bring each ticket into the state that follows from its rows and the trajectories that were stored."""
     arrived: dict[int, tuple[str, set[int]]] = {}
     for ticket_id, episode_id, unroll_index in received:
@@ -89,11 +91,11 @@ def _restore_states(table: TicketTable, past: journal_rows.Past, received: Seque
         entry.episode_id, found = arrived.get(ticket_id, (None, set()))
         entry.unrolls = frozenset(found | before.keys())
         if entry.unrolls - {0} or before:
-            entry.parts = Parts(before)
+            entry.parts = Unrolls(before)
         if found - before.keys():
-            entry.state = State.RECEIVED
+            entry.state = TicketState.RECEIVED
             table.slots.num_beyond += beyond_slot(entry)
         elif before:
-            table.end([entry], State.TRAINED if entry.step else State.EVICTED)
+            table.end([entry], TicketState.TRAINED if entry.step else TicketState.EVICTED)
         else:
             table.ready.append(ticket_id)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from impala_llm.pipeline.tickets.ticket import Entry, State, waiting
+from impala_llm.pipeline.tickets.ticket import LedgerEntry, TicketState, waiting
 
 _ONE = 1 << 16
 _MAX_COUNTED = 256
@@ -145,6 +145,6 @@ class Admission:
         self.trains_parts = False
 
 
-def beyond_slot(entry: Entry) -> int:
+def beyond_slot(entry: LedgerEntry) -> int:
     """Unrolls by which a ticket adds to W beyond its slot."""
-    return 0 if entry.parts is None else len(waiting(entry)) - (entry.state is not State.OPEN)
+    return 0 if entry.parts is None else len(waiting(entry)) - (entry.state is not TicketState.OPEN)

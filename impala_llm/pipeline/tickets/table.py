@@ -25,7 +25,16 @@ from impala_llm.pipeline.shm.record_layout import CONTINUES
 from impala_llm.pipeline.tickets import journal_rows
 from impala_llm.pipeline.tickets.staleness import Admission
 from impala_llm.pipeline.tickets.task_order import TaskOrder
-from impala_llm.pipeline.tickets.ticket import ENDED, FIRST_UNROLL, Entry, Group, Parts, State, Ticket, waiting
+from impala_llm.pipeline.tickets.ticket import (
+    ENDED,
+    FIRST_UNROLL,
+    LedgerEntry,
+    OpenGroup,
+    Ticket,
+    TicketState,
+    Unrolls,
+    waiting,
+)
 from impala_llm.trajectory import MAX_TICKETS
 
 
@@ -61,11 +70,11 @@ class TicketTable:
         self.order = order
         self.slots = slots
         self.journal = journal
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, LedgerEntry] = {}
         """Tickets that have not ended, by id."""
-        self.ended: OrderedDict[int, Entry] = OrderedDict()
+        self.ended: OrderedDict[int, LedgerEntry] = OrderedDict()
         """Tickets that have ended and are remembered, oldest first."""
-        self.groups: dict[int, Group] = {}
+        self.groups: dict[int, OpenGroup] = {}
         self.ready: deque[int] = deque()
         self.open_at: dict[str, set[int]] = {}
         """Open tickets, by the actor that has them."""
@@ -94,10 +103,10 @@ class TicketTable:
         task_id, group_id = self.order.next()
         size = self.order.group_size
         min_version = self.slots.min_version(self.num_playing)
-        self.groups[group_id] = Group(under_way=size)
+        self.groups[group_id] = OpenGroup(under_way=size)
         for ticket_id in range(group_id * size, (group_id + 1) * size):
             ticket = Ticket(ticket_id, task_id, group_id, self.order.ticket_seed(ticket_id), min_version)
-            entry = self.entries[ticket_id] = Entry(ticket, self.slots.version)
+            entry = self.entries[ticket_id] = LedgerEntry(ticket, self.slots.version)
             self.ready.append(ticket_id)
             self.note(entry)
         self.slots.charge_group()
@@ -110,51 +119,51 @@ class TicketTable:
             actor_id: of the actor that gets it.
         """
         entry = self.entries[ticket_id]
-        entry.state, entry.actor_id, entry.lost_by = State.OPEN, actor_id, None
+        entry.state, entry.actor_id, entry.lost_by = TicketState.OPEN, actor_id, None
         self.open_at[actor_id].add(ticket_id)
         self.num_open += 1
         self.totals["granted"] += 1
         return entry.ticket
 
-    def leave_queue_or_actor(self, entry: Entry) -> None:
+    def leave_queue_or_actor(self, entry: LedgerEntry) -> None:
         """Take a ticket out of `ready`, or away from its actor."""
         ticket_id = entry.ticket.ticket_id
-        if entry.state is State.READY:
+        if entry.state is TicketState.READY:
             self.ready.remove(ticket_id)
-        elif entry.state is State.OPEN:
+        elif entry.state is TicketState.OPEN:
             assert entry.actor_id is not None
             self.open_at[entry.actor_id].discard(ticket_id)
             self.changed.add(entry.actor_id)
             self.num_open -= 1
 
-    def grant_again(self, entry: Entry) -> None:
+    def grant_again(self, entry: LedgerEntry) -> None:
         """Make an open ticket ready again."""
         assert entry.actor_id is not None
         self.open_at.get(entry.actor_id, set()).discard(entry.ticket.ticket_id)
         self.changed.add(entry.actor_id)
         self.num_open -= 1
-        entry.state, entry.actor_id = State.READY, None
+        entry.state, entry.actor_id = TicketState.READY, None
         # In front of new ones: it is the oldest work.
         self.ready.appendleft(entry.ticket.ticket_id)
         self.totals["regranted"] += 1
 
-    def refuse(self, entry: Entry) -> None:
+    def refuse(self, entry: LedgerEntry) -> None:
         """Refuse a ticket, or cut its episode where an unroll of it was received."""
         self.leave_queue_or_actor(entry)
         if entry.episode_id is None:
-            self.end([entry], State.REFUSED)
+            self.end([entry], TicketState.REFUSED)
         else:
             self.cut(entry)
 
-    def cut(self, entry: Entry) -> None:
+    def cut(self, entry: LedgerEntry) -> None:
         """Cut an episode whose remaining unrolls will not come: its ticket is no longer open."""
         self.totals["cut"] += 1
         self.slots.num_begun -= len(entry.unrolls)
-        entry.state, entry.actor_id = State.RECEIVED, None
+        entry.state, entry.actor_id = TicketState.RECEIVED, None
         if waiting(entry):
             self.slots.num_beyond -= 1
         else:
-            self.end([entry], State.TRAINED if entry.step else State.EVICTED)
+            self.end([entry], TicketState.TRAINED if entry.step else TicketState.EVICTED)
 
     def check(self, ticket_id: int, episode_id: str, unroll_index: int = 0) -> Verdict:
         """Return the verdict of `receive_all` on an unroll, without effect.
@@ -193,7 +202,7 @@ class TicketTable:
                 verdicts.append(Verdict.NOT_AS_GRANTED)
                 continue
             is_new = entry.episode_id is None
-            if is_new and entry.state is State.OPEN:
+            if is_new and entry.state is TicketState.OPEN:
                 verdict = Verdict.ACCEPTED  # the common case, on the shortest path
             else:
                 verdict = self.check(ticket_id, episode_id, unroll_index)
@@ -205,13 +214,13 @@ class TicketTable:
                 entry.episode_id = episode_id
                 continues = bool(flags & CONTINUES)
                 if is_new and not (continues or unroll_index):
-                    if entry.state is State.OPEN:
+                    if entry.state is TicketState.OPEN:
                         open_at[entry.actor_id].discard(ticket_id)  # type: ignore[index]  # open, so at an actor
                         changed.add(entry.actor_id)  # type: ignore[arg-type]
                         self.num_open -= 1
                     else:
                         self.leave_queue_or_actor(entry)
-                    entry.state, entry.actor_id = State.RECEIVED, None
+                    entry.state, entry.actor_id = TicketState.RECEIVED, None
                     entry.unrolls = FIRST_UNROLL
                     if self.slots.counts_unrolls:
                         self.slots.count_unrolls(1)
@@ -220,23 +229,23 @@ class TicketTable:
         self.totals["received"] += num_received
         return verdicts
 
-    def _receive_part(self, entry: Entry, unroll_index: int, continues: bool) -> None:
+    def _receive_part(self, entry: LedgerEntry, unroll_index: int, continues: bool) -> None:
         """Note an unroll that is not its whole episode."""
         entry.unrolls |= {unroll_index}
-        parts = entry.parts = entry.parts or Parts()
+        parts = entry.parts = entry.parts or Unrolls()
         if not continues:
             parts.num_unrolls = max(parts.num_unrolls or 0, unroll_index + 1)
         is_whole = parts.num_unrolls == len(entry.unrolls)
-        if entry.state is State.OPEN and is_whole:
+        if entry.state is TicketState.OPEN and is_whole:
             self.slots.num_begun -= len(entry.unrolls) - 1
             self.slots.count_unrolls(len(entry.unrolls))
-        elif entry.state is not State.READY:
+        elif entry.state is not TicketState.READY:
             self.slots.num_beyond += 1
-            self.slots.num_begun += entry.state is State.OPEN
+            self.slots.num_begun += entry.state is TicketState.OPEN
             return
         # No further unroll is expected of an attempt that was given up.
         self.leave_queue_or_actor(entry)
-        entry.state, entry.actor_id = State.RECEIVED, None
+        entry.state, entry.actor_id = TicketState.RECEIVED, None
 
     def train(self, unroll_ids: Iterable[int]) -> None:
         """Note the trajectories of the step under way, see `TicketLedger.trained`."""
@@ -245,18 +254,18 @@ class TicketTable:
         entries = [*whole, *in_parts]
         for entry in entries:
             entry.step = step
-        self.end(entries, State.TRAINED, charged=True)
+        self.end(entries, TicketState.TRAINED, charged=True)
         self.slots.free_with_step([entry.born_version for entry in entries])
         self.write_notes()
 
     def evict(self, unroll_ids: Iterable[int]) -> None:
         """Note dropped trajectories, see `TicketLedger.evicted`."""
         whole, in_parts = self._settle(unroll_ids, "evicted", 0)
-        self.end([*whole, *(entry for entry in in_parts if not entry.step)], State.EVICTED)
-        self.end([entry for entry in in_parts if entry.step], State.TRAINED)
+        self.end([*whole, *(entry for entry in in_parts if not entry.step)], TicketState.EVICTED)
+        self.end([entry for entry in in_parts if entry.step], TicketState.TRAINED)
         self.write_notes()
 
-    def _settle(self, unroll_ids: Iterable[int], what: str, step: int) -> tuple[list[Entry], list[Entry]]:
+    def _settle(self, unroll_ids: Iterable[int], what: str, step: int) -> tuple[list[LedgerEntry], list[LedgerEntry]]:
         """Note trajectories that were trained on or evicted.
 
         Returns:
@@ -267,14 +276,14 @@ class TicketTable:
         for number in dict.fromkeys(unroll_ids):
             entry = get(number)
             if entry is not None and entry.parts is None:
-                if entry.state is not State.RECEIVED:
+                if entry.state is not TicketState.RECEIVED:
                     raise KeyError(f"ticket {number} is {entry.state.value}: only a received one can be {what}")
                 whole.append(entry)
             elif entry is not None or number >= MAX_TICKETS:  # otherwise it has ended
                 in_parts += self._settle_part(number, what, step)
         return whole, in_parts
 
-    def _settle_part(self, number: int, what: str, step: int) -> list[Entry]:
+    def _settle_part(self, number: int, what: str, step: int) -> list[LedgerEntry]:
         """Note one of several unrolls that was trained on or evicted; see `_settle`."""
         unroll_index, ticket_id = divmod(number, MAX_TICKETS)
         entry = self.entries.get(ticket_id)
@@ -292,12 +301,12 @@ class TicketTable:
         self.slots.trains_parts |= step > 0
         if self.journal is not None:
             self.notes.append(journal_rows.note_settled(ticket_id, unroll_index, step))
-        if entry.state is State.RECEIVED and not waiting(entry):
+        if entry.state is TicketState.RECEIVED and not waiting(entry):
             return [entry]
         self.slots.num_beyond -= 1
         return []
 
-    def end(self, ended: Sequence[Entry], end: State, charged: bool = False) -> None:
+    def end(self, ended: Sequence[LedgerEntry], end: TicketState, charged: bool = False) -> None:
         """End tickets.
 
         Args:
@@ -306,7 +315,7 @@ class TicketTable:
             charged: the slots stay charged, since the caller has noted when they become free.
         """
         live, groups, remembered = self.entries, self.groups, self.ended
-        is_refused = end is State.REFUSED
+        is_refused = end is TicketState.REFUSED
         freed: list[int] = []
         for entry in ended:
             ticket = entry.ticket
@@ -340,7 +349,7 @@ class TicketTable:
             self.notes.append(journal_rows.note_made(version, self.slots.forecast))
             self.write_notes()
 
-    def note(self, entry: Entry) -> None:
+    def note(self, entry: LedgerEntry) -> None:
         """Note the state of a ticket."""
         if self.journal is not None:
             self.notes.append(journal_rows.note(entry))

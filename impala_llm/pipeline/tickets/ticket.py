@@ -25,7 +25,7 @@ class Ticket:
     min_version: int
 
 
-class State(Enum):
+class TicketState(Enum):
     """State of a ticket; the transitions are in table.py."""
 
     READY = "ready"
@@ -36,11 +36,11 @@ class State(Enum):
     REFUSED = "refused"
 
 
-ENDED = (State.TRAINED, State.EVICTED, State.REFUSED)
+ENDED = (TicketState.TRAINED, TicketState.EVICTED, TicketState.REFUSED)
 
 
 @dataclass(slots=True)
-class Parts:
+class Unrolls:
     """Unrolls of a ticket whose episode comes in several.
 
     Attributes:
@@ -57,12 +57,12 @@ FIRST_UNROLL = frozenset((0,))
 
 
 @dataclass(slots=True)
-class Entry:
+class LedgerEntry:
     """Ledger entry of a ticket."""
 
     ticket: Ticket
     born_version: int
-    state: State = State.READY
+    state: TicketState = TicketState.READY
     actor_id: str | None = None
     attempts: int = 0
     episode_id: str | None = None
@@ -70,7 +70,7 @@ class Entry:
     """Unrolls that were received. Immutable, so that most entries share theirs: many small sets are slow."""
     step: int = 0
     """Version of the step that trained on it, 0 before; the step counts when that version is published."""
-    parts: Parts | None = None
+    parts: Unrolls | None = None
     """None while there is only one unroll, the first and last."""
     losses: int = 0
     """Number of actors that were lost while they had it."""
@@ -81,7 +81,7 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Group:
+class OpenGroup:
     """Group with a ticket that has not ended."""
 
     under_way: int
@@ -91,6 +91,6 @@ class Group:
     groups: a short group leaves no room for a part of another."""
 
 
-def waiting(entry: Entry) -> frozenset[int]:
+def waiting(entry: LedgerEntry) -> frozenset[int]:
     """Unrolls that still have to be trained on or evicted."""
     return entry.unrolls if entry.parts is None else entry.unrolls - entry.parts.settled.keys()

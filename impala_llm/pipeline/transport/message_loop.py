@@ -42,7 +42,7 @@ from impala_llm.pipeline.transport.messages import (
     decode,
     run_id_of,
 )
-from impala_llm.pipeline.transport.sessions import ActorRefused, Session, SessionRegistry
+from impala_llm.pipeline.transport.sessions import ActorSession, IntroductionRefused, SessionRegistry
 from impala_llm.processes.limited_warnings import RateLimitedWarnings
 
 _log = logging.getLogger(__name__)
@@ -98,9 +98,9 @@ class MessageLoop:
         """Counters: messages_malformed, sessions_broken, evaluation_unwanted."""
         self._announced = published
         self._acks: defaultdict[Address, list[int]] = defaultdict(list)
-        self._offered: dict[Address, Session] = {}
+        self._offered: dict[Address, ActorSession] = {}
         """Sessions that have offered records in this turn."""
-        self._waiting: dict[Address, Session] = {}
+        self._waiting: dict[Address, ActorSession] = {}
         """Sessions with records that wait, for room or for their version, since an earlier turn."""
         self._taken_in_at = (0, 0.0)
         """(version, time) of the last attempt to store records that wait."""
@@ -190,7 +190,7 @@ class MessageLoop:
         except Exception as error:
             self._end_broken(address, error)
 
-    def _isolated(self, session: Session, action: Callable[[Session], None]) -> None:
+    def _isolated(self, session: ActorSession, action: Callable[[ActorSession], None]) -> None:
         """Call `action` for a session. An error in it ends only this session."""
         try:
             action(session)
@@ -209,7 +209,7 @@ class MessageLoop:
     def _handle_hello(self, address: Address, hello: Hello, key: str | None) -> None:
         try:
             session = self._registry.introduce(address, hello, key)
-        except ActorRefused as refusal:
+        except IntroductionRefused as refusal:
             self._actors.send(address, Shutdown(str(refusal)[:_MAX_REASON]))
             return
         if session is not None:
@@ -221,7 +221,7 @@ class MessageLoop:
         self._warnings.log("an actor of another run was told to end", text)
         self._actors.send(address, Shutdown(text[:_MAX_REASON]))
 
-    def _handle_heartbeat(self, session: Session, heartbeat: Heartbeat) -> None:
+    def _handle_heartbeat(self, session: ActorSession, heartbeat: Heartbeat) -> None:
         self._ledger.request(session.actor_id, heartbeat.want)
         session.offers.answered_below(heartbeat.first_sequence)
         self._registry.report(session, heartbeat.stats)
@@ -231,7 +231,7 @@ class MessageLoop:
 
     # --- trajectories
 
-    def _handle_offer(self, session: Session, offer: DescriptorBatch, frames: list[bytes]) -> None:
+    def _handle_offer(self, session: ActorSession, offer: DescriptorBatch, frames: list[bytes]) -> None:
         rows, travels = offer.array, session.offers.reader is None
         # Records that are dropped for lack of room are requested after the actor's next reminder, once there is room.
         has_room = not travels or session.offers.num_bytes <= min(_MAX_WAITING_BYTES, self._store.capacity)
@@ -272,7 +272,7 @@ class MessageLoop:
             if not session.has_ended and (session.offers.queue or session.offers.early):
                 self._waiting[address] = session
 
-    def _take_in(self, session: Session) -> None:
+    def _take_in(self, session: ActorSession) -> None:
         if session.offers.early:
             session.offers.announced(self._ledger.version)
         while session.offers.queue:
@@ -309,14 +309,14 @@ class MessageLoop:
         for actor_id, tickets in grants:
             self._send_grant(self._registry.by_actor[actor_id], tickets)
 
-    def _send_version(self, sessions: Iterable[Session]) -> None:
+    def _send_version(self, sessions: Iterable[ActorSession]) -> None:
         heartbeat_s = self._registry.heartbeat_s()
         frame = self._actors.encode(WeightsAnnounced(self.published, heartbeat_s))
         for session in sessions:
             session.heartbeat_s = heartbeat_s
             self._actors.send_frame(session.address, frame)
 
-    def _send_grant(self, session: Session, tickets: list[Ticket]) -> None:
+    def _send_grant(self, session: ActorSession, tickets: list[Ticket]) -> None:
         self._registry.granted(session, tickets)
         self._actors.send_items(session.address, Grant, tickets)
 
@@ -336,6 +336,6 @@ class MessageLoop:
             for session in list(self._registry.by_address.values()):
                 self._isolated(session, action)
 
-    def _expire(self, session: Session) -> None:
+    def _expire(self, session: ActorSession) -> None:
         if late := self._registry.expire(session):
             self._actors.send_items(session.address, Revoked, late)

@@ -53,7 +53,7 @@ class SessionLimits:
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class ActorSession:
     """An actor process that has introduced itself."""
 
     address: Address
@@ -80,7 +80,7 @@ class Session:
         return max(timeout_s, _HEARTBEATS_MISSED * self.heartbeat_s)
 
 
-class ActorRefused(Exception):
+class IntroductionRefused(Exception):
     """The actor that introduced itself must end; the message is for its user."""
 
 
@@ -100,8 +100,8 @@ class SessionRegistry:
         self._limits = limits
         self.clock = ActiveClock(max_gap_s=_MAX_GAP_S)
         """To be ticked by the message loop."""
-        self.by_address: dict[Address, Session] = {}
-        self.by_actor: dict[str, Session] = {}
+        self.by_address: dict[Address, ActorSession] = {}
+        self.by_actor: dict[str, ActorSession] = {}
         self.totals: Counter[str] = Counter()
         """Counters: actors_lost, tickets_expired."""
         self._key_of: dict[str, str | None] = {}
@@ -144,7 +144,7 @@ class SessionRegistry:
 
     # --- for the message loop
 
-    def introduce(self, address: Address, hello: Hello, key: str | None) -> Session | None:
+    def introduce(self, address: Address, hello: Hello, key: str | None) -> ActorSession | None:
         """Begin a session, or continue the one that this process has.
 
         Args:
@@ -167,12 +167,12 @@ class SessionRegistry:
             first, now = (f"the key {name!r}" if name else "this host" for name in (owner, key))
             text = f"{hello.actor_id} belongs to {first} and came from {now}: give each actor an index of its own"
             self._warnings.log("an actor was refused", text)
-            raise ActorRefused(text)
+            raise IntroductionRefused(text)
         session = self.by_address.get(address)
         if session is None:
             if (other := self.by_actor.get(hello.actor_id)) is not None and not self._take_over(other):
                 return None
-            session = Session(address, hello.actor_id, self._offers(hello), self.clock.now)
+            session = ActorSession(address, hello.actor_id, self._offers(hello), self.clock.now)
             self.by_address[address] = self.by_actor[hello.actor_id] = session
             with self._lock:
                 self._actor_stats[hello.actor_id] = {}
@@ -181,7 +181,7 @@ class SessionRegistry:
         self._ledger.resumed(session.actor_id, hello.held)
         return session
 
-    def _take_over(self, other: Session) -> bool:
+    def _take_over(self, other: ActorSession) -> bool:
         """End the session of an earlier process of a name, if that one is dead or silent. Returns whether it did."""
         silence = self.clock.now - other.last_heard
         if not other.is_dead() and silence < other.may_be_silent(_TAKE_OVER_S):
@@ -199,9 +199,9 @@ class SessionRegistry:
             return Offers(ArenaReader(self._run_dir.arena_path(hello.arena), hello.incarnation), hello.first_sequence)
         except ArenaError as error:
             self._warnings.log("an actor was refused", str(error))
-            raise ActorRefused(f"the learner cannot use the arena: {error}") from error
+            raise IntroductionRefused(f"the learner cannot use the arena: {error}") from error
 
-    def report(self, session: Session, stats: dict[str, float]) -> None:
+    def report(self, session: ActorSession, stats: dict[str, float]) -> None:
         """Replace the metrics of an actor.
 
         Args:
@@ -217,7 +217,7 @@ class SessionRegistry:
                 found[name] = (total + value, number + 1)
             self._reported[session.actor_id] = found
 
-    def offer_engines(self, session: Session, engines: Engines) -> None:
+    def offer_engines(self, session: ActorSession, engines: Engines) -> None:
         """Replace the servers that an actor offers for weights.
 
         Args:
@@ -231,7 +231,7 @@ class SessionRegistry:
         """Seconds between two heartbeats that each actor is asked for; 0: the actor's own interval."""
         return len(self.by_address) // self._limits.heartbeats_per_s
 
-    def granted(self, session: Session, tickets: Iterable[Ticket]) -> None:
+    def granted(self, session: ActorSession, tickets: Iterable[Ticket]) -> None:
         """Note that tickets were sent to an actor.
 
         Args:
@@ -240,7 +240,7 @@ class SessionRegistry:
         """
         session.granted_at |= {ticket.ticket_id: self.clock.now for ticket in tickets}
 
-    def lost_grants(self, session: Session, held: Iterable[int]) -> list[Ticket]:
+    def lost_grants(self, session: ActorSession, held: Iterable[int]) -> list[Ticket]:
         """Find the tickets that were granted to an actor some time ago and that it does not list as held: they are to
         be granted once more.
 
@@ -266,7 +266,7 @@ class SessionRegistry:
         self._next_check = now + _CHECK_S * max(1.0, len(self.by_address) / _CHECKED_AT_ONCE)
         return True
 
-    def check_life(self, session: Session) -> None:
+    def check_life(self, session: ActorSession) -> None:
         """End the session of an actor that is silent or dead."""
         silence = self.clock.now - session.last_heard
         if silence > session.may_be_silent(self._limits.heartbeat_timeout_s):
@@ -278,7 +278,7 @@ class SessionRegistry:
                 self.lose(session, "its process is dead")
             session.seems_dead = True
 
-    def expire(self, session: Session) -> list[int]:
+    def expire(self, session: ActorSession) -> list[int]:
         """Take the tickets back that an actor has had for too long. Returns their ids, to be revoked."""
         now, timeout_s = self.clock.now, self._limits.ticket_timeout_s
         still_open = [ticket.ticket_id for ticket in self._ledger.open_tickets(session.actor_id)]
@@ -294,7 +294,7 @@ class SessionRegistry:
                 self._ledger.failed(ticket_id, session.actor_id)
         return late
 
-    def lose(self, session: Session, reason: str) -> None:
+    def lose(self, session: ActorSession, reason: str) -> None:
         """End the session of a lost actor. Its tickets may be the cause of the loss.
 
         Args:
@@ -306,7 +306,7 @@ class SessionRegistry:
         self.totals["actors_lost"] += 1
         self.drop(session, left=False)
 
-    def drop(self, session: Session, left: bool = True) -> None:
+    def drop(self, session: ActorSession, left: bool = True) -> None:
         """Remove a session; its tickets are granted to others.
 
         Args:

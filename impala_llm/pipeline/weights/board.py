@@ -27,10 +27,10 @@ from impala_llm.pipeline.weights.safetensors_layout import Layout
 from impala_llm.pipeline.weights.slots import (
     PUBLISHER_LOCK,
     WEIGHTS_FILE,
-    Manifest,
     Slot,
     SlotsInUse,
     WeightsError,
+    WeightsManifest,
     damaged,
     holders,
     read_latest,
@@ -307,7 +307,7 @@ class WeightLease:
         manifest: of the version.
     """
 
-    def __init__(self, slot: Slot, manifest: Manifest) -> None:
+    def __init__(self, slot: Slot, manifest: WeightsManifest) -> None:
         self.version = manifest.version
         self.manifest = manifest
         self.path = slot.directory

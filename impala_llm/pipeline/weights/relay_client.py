@@ -20,7 +20,6 @@ import zmq
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from impala_llm.pipeline.weights.relay_download import Download, FileChunk
 from impala_llm.pipeline.weights.relay_messages import (
-    Chunk,
     ChunkRequest,
     Contents,
     Gone,
@@ -30,6 +29,7 @@ from impala_llm.pipeline.weights.relay_messages import (
     RelayWireError,
     Reply,
     Request,
+    WeightsChunk,
     decode_reply,
     encode,
 )
@@ -157,7 +157,7 @@ class WeightRelay(RelayThread):
             if isinstance(reply, Gone):
                 return False
             chunk = asked.pop(reply.request)
-            if isinstance(reply, Chunk) and len(data) == chunk.length:
+            if isinstance(reply, WeightsChunk) and len(data) == chunk.length:
                 download.put(chunk, data)
                 continue
             self._warnings.log("a chunk arrived damaged, it is asked for again", f"{chunk}: {len(data)} bytes")
@@ -192,7 +192,7 @@ class WeightRelay(RelayThread):
             frames = self._socket.recv_multipart()
             try:
                 reply = decode_reply(frames[0])
-                if len(frames) != (2 if isinstance(reply, Chunk) else 1):
+                if len(frames) != (2 if isinstance(reply, WeightsChunk) else 1):
                     raise RelayWireError(f"{type(reply).__name__} in {len(frames)} frames")
                 self._is_silent = False
                 return reply, frames[-1]

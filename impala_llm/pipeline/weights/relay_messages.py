@@ -25,7 +25,7 @@ from typing import TypeVar
 
 import msgpack
 
-from impala_llm.pipeline.weights.slots import WEIGHTS_FILE, Manifest
+from impala_llm.pipeline.weights.slots import WEIGHTS_FILE, WeightsManifest
 
 SCHEMA_VERSION = 3
 MAX_CHUNK_BYTES = 16 << 20
@@ -106,7 +106,7 @@ class Latest:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Answer to ManifestRequest: the fields of the version's `Manifest`, and its other files.
+    """Answer to ManifestRequest: the fields of the version's `WeightsManifest`, and its other files.
 
     Attributes:
         files: (name, bytes, checksum) of each file beside the weights.
@@ -140,13 +140,13 @@ class Contents:
             raise RelayWireError(f"files names one file twice, or {WEIGHTS_FILE}")
 
     @property
-    def manifest(self) -> Manifest:
+    def manifest(self) -> WeightsManifest:
         """Manifest of the version."""
-        return Manifest(self.version, self.num_bytes, self.header_checksum, self.checksums)
+        return WeightsManifest(self.version, self.num_bytes, self.header_checksum, self.checksums)
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class WeightsChunk:
     """Answer to ChunkRequest. The data follows as a frame."""
 
     request: int
@@ -168,10 +168,10 @@ class Gone:
 
 
 Request = LatestRequest | ManifestRequest | ChunkRequest
-Reply = Latest | Contents | Chunk | Gone
+Reply = Latest | Contents | WeightsChunk | Gone
 
 _REQUESTS: dict[int, type[Request]] = {1: LatestRequest, 2: ManifestRequest, 3: ChunkRequest}
-_REPLIES: dict[int, type[Reply]] = {11: Latest, 12: Contents, 13: Chunk, 14: Gone}
+_REPLIES: dict[int, type[Reply]] = {11: Latest, 12: Contents, 13: WeightsChunk, 14: Gone}
 _Message = TypeVar("_Message", Request, Reply)
 _CODES: dict[type[Request | Reply], int] = {kind: code for code, kind in (*_REQUESTS.items(), *_REPLIES.items())}
 

@@ -22,7 +22,6 @@ import zmq
 from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.weights.board import WeightLease, WeightReader
 from impala_llm.pipeline.weights.relay_messages import (
-    Chunk,
     ChunkRequest,
     Contents,
     Gone,
@@ -31,6 +30,7 @@ from impala_llm.pipeline.weights.relay_messages import (
     ManifestRequest,
     RelayWireError,
     Reply,
+    WeightsChunk,
     decode_request,
     encode,
 )
@@ -126,7 +126,7 @@ class WeightServer(RelayThread):
                     self._held[version] = held
             held.relays[relay] = self._monotonic()
             if isinstance(request, ChunkRequest):
-                return Chunk(request.request), [_read(held.lease, request)]
+                return WeightsChunk(request.request), [_read(held.lease, request)]
             return _contents(held.lease, request.request), []
 
     def _leave(self, relay: bytes) -> None:

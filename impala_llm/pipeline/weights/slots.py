@@ -62,7 +62,7 @@ class SlotsInUse(WeightsError):
 
 
 @dataclass(frozen=True)
-class Manifest:
+class WeightsManifest:
     """Description of the weights in a slot. Checksums are `copy_kernels.bytes_checksum`.
 
     Attributes:
@@ -89,7 +89,7 @@ class Manifest:
         return json.dumps(vars(self)).encode().ljust(_manifest_bytes(len(self.checksums)))
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> Manifest:
+    def from_values(cls, values: Mapping[str, Any]) -> WeightsManifest:
         """Make a manifest of values from JSON or a message.
 
         Raises:
@@ -120,7 +120,7 @@ class MappedWeights:
     header: bytes
     infos: dict[str, TensorInfo]
 
-    def is_of(self, manifest: Manifest) -> bool:
+    def is_of(self, manifest: WeightsManifest) -> bool:
         """Return whether the header in the file, which may be rewritten, is the parsed one and the manifest's."""
         header = self.data[: len(self.header)]
         return (
@@ -129,7 +129,7 @@ class MappedWeights:
             and header.tobytes() == self.header
         )
 
-    def tensors(self, manifest: Manifest, source: str, verify: bool) -> dict[str, TensorBytes]:
+    def tensors(self, manifest: WeightsManifest, source: str, verify: bool) -> dict[str, TensorBytes]:
         """Return views of all tensors.
 
         Args:
@@ -180,7 +180,7 @@ class Slot:
         self._mapped: MappedWeights | None = None
         self._mapped_file: tuple[int, int, int] | None = None
 
-    def read_manifest(self) -> Manifest | None:
+    def read_manifest(self) -> WeightsManifest | None:
         """Read the manifest. Returns None while the slot is written.
 
         Raises:
@@ -188,7 +188,7 @@ class Slot:
         """
         values = _read_json(self.manifest)
         try:
-            return None if values is None else Manifest.from_values(values)
+            return None if values is None else WeightsManifest.from_values(values)
         except ValueError as error:
             raise WeightsError(f"{self.manifest}: {error}") from error
 
@@ -253,7 +253,7 @@ class Slot:
             os.close(handle)
         return self._writable
 
-    def mapped(self, manifest: Manifest) -> MappedWeights:
+    def mapped(self, manifest: WeightsManifest) -> MappedWeights:
         """Map the weights file read-only. Needs the shared lock. The checksums of the tensors are not compared.
 
         Raises:
@@ -286,7 +286,7 @@ class Slot:
         return self._mapped
 
 
-def parse_weights(data: np.ndarray, manifest: Manifest, source: str) -> MappedWeights:
+def parse_weights(data: np.ndarray, manifest: WeightsManifest, source: str) -> MappedWeights:
     """Find the tensors of a weights file.
 
     Args:
@@ -318,7 +318,7 @@ def write_version(
     version: int,
     sharing: SharedWriting | None = None,
     num_threads: int = 1,
-) -> Manifest:
+) -> WeightsManifest:
     """Write a version in one pass over the tensors. Returns its manifest.
 
     Args:
@@ -337,7 +337,7 @@ def write_version(
         is_sum = NO_SUM not in of_parts
         whole = target[info.start : info.end]
         sums.append(sum(of_parts) % UINT64 if is_sum else copy_kernels.bytes_checksum(whole))
-    return Manifest(version, layout.num_bytes, header_checksum, tuple(sums))
+    return WeightsManifest(version, layout.num_bytes, header_checksum, tuple(sums))
 
 
 def _identity(found: os.stat_result) -> tuple[int, int, int]:

@@ -13,7 +13,6 @@ from impala_llm.pipeline.weights.relay_download import Download
 from impala_llm.pipeline.weights.relay_messages import (
     MAX_CHUNK_BYTES,
     SCHEMA_VERSION,
-    Chunk,
     ChunkRequest,
     Contents,
     Gone,
@@ -21,6 +20,7 @@ from impala_llm.pipeline.weights.relay_messages import (
     LatestRequest,
     ManifestRequest,
     RelayWireError,
+    WeightsChunk,
     decode_reply,
     decode_request,
     encode,
@@ -55,7 +55,7 @@ def test_two_relays_on_a_host_are_an_error(tmp_path: Path) -> None:
         ChunkRequest(3, 4, "model.safetensors", 0, MAX_CHUNK_BYTES),
         Latest(1, -1),
         make_contents(files=(("a.json", 5, 2**64 - 1),), checksums=(0, 2**64 - 1)),
-        Chunk(7),
+        WeightsChunk(7),
         Gone(7, 3),
     ],
 )

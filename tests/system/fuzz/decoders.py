@@ -174,7 +174,7 @@ def relay_reply_decoder(source: Source, folder: Path) -> Decoder:
     messages = (
         relay_messages.Latest(1, -1),
         relay_messages.Contents(2, 3, 1000, 2**64 - 1, (1, 2, 3), (("config.json", 10, 5), ("vocab.json", 0, 0))),
-        relay_messages.Chunk(4),
+        relay_messages.WeightsChunk(4),
         relay_messages.Gone(5, 3),
     )
     return relay_decoder(source, messages, relay_messages.decode_reply)
