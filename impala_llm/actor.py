@@ -112,12 +112,13 @@ class Actor:
         """Monotonic time before which it is not restarted."""
         # An aborted episode can be trained on only if a value is bootstrapped at its end.
         self.keep_aborted = config.algorithm.credit.uses_values
-        self.channel = endpoint.connect()
-        """An `ActorChannel` to each rank of the learner."""
+        self.channels = endpoint.connect()
+        """An `ActorChannel` (transport/actor_channel.py) to each rank of the learner. A trajectory goes to the rank
+        that granted its ticket."""
         self.waiting: deque[Ticket] = deque()
         self.running: dict[int, asyncio.Task[None]] = {}
         if config.evaluation.inside_run:
-            self.evaluation = EvaluationEpisodes(self.channel.first, self.play_evaluation)
+            self.evaluation = EvaluationEpisodes(self.channels.first, self.play_evaluation)
         self.loading: asyncio.Task[None] | None = None
         self.episodes = 0
         self.load_seconds = 0.0
@@ -134,22 +135,22 @@ class Actor:
 
     async def run(self) -> None:
         """Play until the learner says stop, or is silent for too long. Raises ModelRefused, ServerUnfit, own errors."""
-        self.channel.hello()
+        self.channels.hello()
         reporter = Reporter(self.engine.stats())
         try:
             while not self.stopping:
                 self.tend_engine()
                 if self.config.engine.transfer == "distributed":
                     servers = {} if (engine := self.fed_engine) is None else engine.fed
-                    self.channel.first.offer_engines(Engines(tuple(servers.values()), tuple(servers)))
+                    self.channels.first.offer_engines(Engines(tuple(servers.values()), tuple(servers)))
                 self.start_episodes()
-                for event in await self.channel.poll_async(timeout_s=self.config.pipeline.heartbeat_s / 2):
+                for event in await self.channels.poll_async(timeout_s=self.config.pipeline.heartbeat_s / 2):
                     self.handle(event)
                 if self.failure is not None:
                     raise self.failure
                 if reporter.due(self.config.pipeline.heartbeat_s):
                     metrics = reporter.metrics(self.engine.stats(), self)
-                    self.channel.first.report(metrics)
+                    self.channels.first.report(metrics)
                     if self.episodes:
                         tell(at_play=[metrics["actor/running_episodes"], metrics["actor/generated_tokens_per_s"]])
         finally:
@@ -162,7 +163,7 @@ class Actor:
             await asyncio.gather(*tasks, return_exceptions=True)
             await contract.closed()
             await self.engine.close()
-            self.channel.close()
+            self.channels.close()
 
     def make_engine(self) -> Engine:
         return make_engine(self.config, self.policy, -1, self.index, self.newest_weights, self.server_key)
@@ -208,9 +209,9 @@ class Actor:
                 self.failure = error
         else:
             self.is_up, self.failed_starts = True, 0
-            self.channel.request(self.config.actor.max_episodes)
+            self.channels.request(self.config.actor.max_episodes)
             if self.evaluation is not None:
-                self.channel.first.request_evaluation(evaluation_slots(self.config))
+                self.channels.first.request_evaluation(evaluation_slots(self.config))
             self.start_loading()
         finally:
             self.starting = None
@@ -222,9 +223,9 @@ class Actor:
         self.failed_starts += 1
         self.engine_restarts += 1 + self.engine.stats().restarts
         self.start_at = time.monotonic() + delay
-        self.channel.request(0)
+        self.channels.request(0)
         if self.evaluation is not None:
-            self.channel.first.request_evaluation(0)
+            self.channels.first.request_evaluation(0)
             self.evaluation.clear()
 
     def handle(self, event: object) -> None:
@@ -303,12 +304,12 @@ class Actor:
                 abort = asyncio.get_running_loop().call_at(ends_at, self.engine.abort, spec.episode_id)
                 timeout_s += ABORT_GRACE_S
             async with asyncio.timeout(timeout_s):
-                trajectory = await self.play_spec(spec, limits, self.channel.send)
-            self.channel.send(trajectory)
+                trajectory = await self.play_spec(spec, limits, self.channels.send)
+            self.channels.send(trajectory)
             self.faults.clear()
         except Exception as error:
             # The ticket goes back with the reason, which the learner counts and logs.
-            self.channel.fail(ticket.ticket_id, await self.episode_failed(error))
+            self.channels.fail(ticket.ticket_id, await self.episode_failed(error))
         finally:
             if abort is not None:
                 abort.cancel()

@@ -68,7 +68,7 @@ class Imitation:
             (of_tokens / weight + self.value_coef * of_values / turns).backward()
             return of_answers.item(), of_values.item()
 
-        found = self.budget.run(rows, learned, self.model.zero_grad)
+        found = self.budget.in_micro_batches(rows, learned, self.model.zero_grad)
         tokens = sum(row.num_action_tokens for row in rows)
         self.log.add("sft/loss", sum(each[0] for each in found) / tokens, tokens)
         if self.value_coef:
@@ -99,7 +99,7 @@ class Imitation:
             _, of_answers, of_values = self._sums(cpu_micro, rows)
             return of_answers.item(), of_values.item()
 
-        found = self.budget.run(rows, sums)
+        found = self.budget.in_micro_batches(rows, sums)
         self.log.add("sft/held_out_loss", sum(e[0] for e in found) / sum(row.num_action_tokens for row in rows))
         turns = sum(len(row.turns) for row in rows if not row.bootstrap)
         if self.value_coef and turns:

@@ -239,7 +239,7 @@ class Trainer:
 
         with self.timer.stage("forward"), torch.no_grad():
             trajectories = [update.batch.trajectories[i] for i in members]
-            found = self.budget.run(trajectories, measure, take_part=self.take_part)
+            found = self.budget.in_micro_batches(trajectories, measure, take_part=self.take_part)
         return call_batch_limit(loss, torch.cat([torch.zeros(0), *found]), self.ranks.sum)
 
     def rows(self, update: Update, cpu_micro: PackedBatch, indices: Sequence[int]) -> tuple[PackedBatch, Rows]:
@@ -288,7 +288,9 @@ class Trainer:
 
         # Counted when all are done: where memory runs out they are computed once more.
         trajectories = [update.batch.trajectories[i] for i in members]
-        found = self.budget.run(trajectories, learned, self.model.zero_grad, joined, partial(self.timer.stage, "pack"))
+        found = self.budget.in_micro_batches(
+            trajectories, learned, self.model.zero_grad, joined, partial(self.timer.stage, "pack")
+        )
         with self.timer.stage("log"):
             self.log.add_all(update.leave_out(part))
             for indices, rows, outcome in found:
@@ -376,7 +378,7 @@ class Trainer:
             for log_probs, totals in ((ours, policy), (theirs, reference)):
                 totals[list(micro.members)] = segment_sum(log_probs, micro.segment_ids, len(micro.members)).cpu()
 
-        self.budget.run(trajectories, totals_of)
+        self.budget.in_micro_batches(trajectories, totals_of)
         return policy, reference
 
     def find_culprits(self, update: Update, part: Sequence[int], rules: Rules) -> set[int]:

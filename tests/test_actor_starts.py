@@ -66,7 +66,7 @@ def test_an_actor_ends_where_no_further_start_of_its_engine_can_do_better(
     actor.actor_id, actor.episodes, actor.failure, actor.is_up = "actor-0", episodes, None, False
     actor.failed_starts = actor.engine_restarts = 0
     actor.board = SimpleNamespace(latest=lambda: 0)
-    actor.channel = SimpleNamespace(request=lambda want: None)
+    actor.channels = SimpleNamespace(request=lambda want: None)
     actor.engine = SimpleNamespace(start=start, stats=EngineStats)
     asyncio.run(actor.start_engine())
     assert actor.failure is (error if ends else None) and not actor.is_up

@@ -262,7 +262,7 @@ class MismatchMonitor:
             log_probs = action_log_probs(self._model, micro, self._temperature)
             return micro.members, log_probs, compare(log_probs, micro, version)
 
-        for members, log_probs, comparison in self._budget.run(trajectories, scored):
+        for members, log_probs, comparison in self._budget.in_micro_batches(trajectories, scored):
             self.record(comparison)
             self.keep([trajectories[i] for i in members], log_probs)
 

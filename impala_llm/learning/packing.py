@@ -96,7 +96,7 @@ class TokenBudget:
         if note is not None and (state := read_note(note)) is not None:
             self._take_over(state, str(note))
 
-    def run(
+    def in_micro_batches(
         self,
         trajectories: Sequence[Trajectory],
         work: Callable[[PackedBatch], _Result],
@@ -144,7 +144,7 @@ class TokenBudget:
                 torch.cuda.empty_cache()
 
     def _lower(self, lengths: Sequence[int]) -> None:
-        """Lower the budget after memory has run out with rows of these lengths. Raises as `run` does."""
+        """Lower the budget after memory has run out with rows of these lengths. Raises as `in_micro_batches` does."""
         if not lengths:
             raise OutOfMemory(
                 f"memory does not suffice for a pass without rows, which other ranks have one more of: set {WITH_RANKS}"
@@ -259,7 +259,7 @@ class TokenBudget:
                 best = size
             elif size > 2 * best:
                 break
-        self.tokens = best or self.tokens  # for which memory may not suffice either: `run` says so
+        self.tokens = best or self.tokens  # for which memory may not suffice either: then `in_micro_batches` says so
         speeds = ", ".join(f"{rate:,.0f} tokens/s at {size:,}" for size, rate in rates.items())
         measured = [f"forward and backward make, by processor time, {speeds}"] if rates else []
         return "; ".join(measured + lacking)

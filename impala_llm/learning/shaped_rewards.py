@@ -56,4 +56,4 @@ class Shaping:
             parts = apart.cpu().split([len(trajectories[i].turns) for i in micro.members])
             return [(index, part.numpy()) for index, part in zip(micro.members, parts, strict=True)]
 
-        return [found for of_micro in self._budget.run(trajectories, measured) for found in of_micro]
+        return [found for of_micro in self._budget.in_micro_batches(trajectories, measured) for found in of_micro]

@@ -94,7 +94,9 @@ class Survey:
             return indices, rows, values, named("credit", worth.metrics), comparison
 
         moments, metrics = [0.0, 0.0, 0.0], list[MetricValue]()
-        for indices, rows, values, measured, comparison in self._budget.run(taught, scored, take_part=self._take_part):
+        for indices, rows, values, measured, comparison in self._budget.in_micro_batches(
+            taught, scored, take_part=self._take_part
+        ):
             advantages = values.advantages.double()
             sums = (float(len(advantages)), float(advantages.sum()), float(advantages.square().sum()))
             moments = [total + part for total, part in zip(moments, sums, strict=True)]

@@ -15,7 +15,7 @@ class Playing(Protocol):
     is_up: bool
     engine_restarts: int
     load_seconds: float
-    channel: Any
+    channels: Any
     agents: Any
 
     @property
@@ -50,7 +50,7 @@ class Reporter:
             "actor/idle_share": max(0.0, 1.0 - (stats.busy_seconds - last.busy_seconds) / seconds),
             "actor/running_episodes": float(len(actor.running)),
             "actor/resident_memory_gb": psutil.Process().memory_info().rss / 1e9,
-            "pipeline/queue_fill": actor.channel.arena_fill,
+            "pipeline/queue_fill": actor.channels.arena_fill,
             # The learner measures the times of weights that it sends itself.
             **({} if actor.fed_engine is not None else load_times),
             "actor/engine_up": float(actor.is_up and stats.is_up),

@@ -225,7 +225,7 @@ def test_a_failed_engine_and_another_learner_stop_what_is_evaluated() -> None:
         actor: Any = Actor.__new__(Actor)
         actor.actor_id, actor.failed_starts, actor.evaluation = "actor-0", 0, rig.episodes
         actor.engine_restarts, actor.engine = 0, SimpleNamespace(stats=EngineStats)
-        actor.channel = SimpleNamespace(
+        actor.channels = SimpleNamespace(
             request=lambda want: None, first=SimpleNamespace(request_evaluation=wanted.append)
         )
         actor.config = load(["experiment=toy"])

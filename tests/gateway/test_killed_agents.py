@@ -68,7 +68,7 @@ def test_every_ticket_ends_once_whatever_is_killed(tmp_path: Path, monkeypatch: 
     command = shlex.join([sys.executable, "-S", str(program)])
     actor.config = load(["experiment=toy", f'agent.command="{command}"', f"run.dir={tmp_path}"])
     actor.actor_id, actor.episodes, actor.keep_aborted, actor.failure = "actor-0", 0, False, None
-    actor.suite, actor.faults, actor.channel = suite_of(actor.config), EnvironmentFaults(20.0), Channel()
+    actor.suite, actor.faults, actor.channels = suite_of(actor.config), EnvironmentFaults(20.0), Channel()
     actor.limits = EpisodeLimits(1.0, 8, 400)
     actor.engine = RandomEngine(rng, ChatTokens(AutoTokenizer.from_pretrained(policy)).encode("ab c"))
     actor.agents = AgentPlayer(actor.config, policy, actor.suite)
@@ -93,8 +93,8 @@ def test_every_ticket_ends_once_whatever_is_killed(tmp_path: Path, monkeypatch: 
         await actor.agents.close()
 
     asyncio.run(asyncio.wait_for(main(), 250))
-    ended = actor.channel.sent + actor.channel.failed
-    assert ended == Counter(range(NUM_TICKETS)) and actor.channel.failed
+    ended = actor.channels.sent + actor.channels.failed
+    assert ended == Counter(range(NUM_TICKETS)) and actor.channels.failed
     assert actor.engine.sessions == {} and actor.engine.running == set()
     assert set(psutil.Process().children(recursive=True)) <= there_before
-    assert {reason.partition(":")[0] for reason in actor.channel.reasons} == {"AgentFailed"}
+    assert {reason.partition(":")[0] for reason in actor.channels.reasons} == {"AgentFailed"}

@@ -114,7 +114,7 @@ def test_a_time_out_of_an_agent_is_no_fault_where_values_are_learned(tmp_path: P
         actor.config, actor.actor_id = load([*settings, f"actor.episode_timeout_s={TIMEOUT_S}"]), "actor-0"
         actor.episodes, actor.keep_aborted, actor.failure, actor.faults = 0, True, None, EnvironmentFaults(20.0)
         actor.suite, actor.engine, actor.limits = suite_of(actor.config), Engine(), EpisodeLimits(1.0, 8, 400)
-        actor.channel = SimpleNamespace(send=None, fail=lambda ticket, reason: failed.append(reason))
+        actor.channels = SimpleNamespace(send=None, fail=lambda ticket, reason: failed.append(reason))
         actor.agents = AgentPlayer(actor.config, policy, actor.suite)
         await actor.agents.start(actor.engine)
         watching = asyncio.create_task(end_time(actor.engine, asleep))

@@ -254,7 +254,7 @@ def test_ranks_that_share_the_policy_say_what_to_set_where_the_disk_is_full(tmp_
         raise MemoryError
 
     with pytest.raises(OutOfMemory, match=r"token_budget\.json written .*: set learner\.token_budget=59 or lower"):
-        budget.run(make_batch(), work)
+        budget.in_micro_batches(make_batch(), work)
 
 
 def test_a_trial_of_ranks_that_share_the_policy_leaves_what_it_has_found(tmp_path: Path) -> None:
@@ -544,7 +544,7 @@ def test_micro_batches_of_a_lowered_budget_hold_every_row_once() -> None:
             raise MemoryError
         return micro.members
 
-    found = budget.run(make_batch(), work)
+    found = budget.in_micro_batches(make_batch(), work)
     assert sorted(i for members in found for i in members) == list(range(6))
     assert [len(micro.tokens) for micro in pack(make_batch(), budget.tokens)] == sizes[1:]
 
@@ -563,7 +563,7 @@ def test_memory_that_the_system_does_not_give_lowers_the_budget() -> None:
 
         resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))
         budget = TokenBudget(119)
-        budget.run(make_batch(), work)
+        budget.in_micro_batches(make_batch(), work)
         print("tokens", budget.tokens)
     """
     root = Path(__file__).parents[2]

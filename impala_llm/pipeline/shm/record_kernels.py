@@ -67,6 +67,10 @@ _CHECKED_FIELDS = ("tokens", "behaviour_log_probs", "versions", "rewards")
 _TOKENS, _LOG_PROBS, _VERSIONS, _REWARDS = map(list(ARRAY_FIELDS).index, _CHECKED_FIELDS)
 _NUM_CHECKED = len(_CHECKED_FIELDS)
 _CHECKED_WORDS = _NUM_CHECKED // 2
+"""Words of 8 bytes that a token has in the checked fields, which have 4 bytes each: of an odd number the fields behind
+them would be looked for at the wrong place."""
+assert _NUM_CHECKED % 2 == 0, f"{_CHECKED_FIELDS}: an even number of fields can be checked, see _CHECKED_WORDS"
+assert tuple(ARRAY_FIELDS)[:_NUM_CHECKED] == _CHECKED_FIELDS, "the checked fields must be the first ones of a record"
 """Words of all of them for each token, two items in a word."""
 COPIED, TORN, INVALID = 1, 2, 3
 """Outcomes of `take_records`. Torn: the record lies outside of the source, or its checksum disagrees. Invalid: it is

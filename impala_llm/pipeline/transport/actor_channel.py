@@ -1,4 +1,5 @@
-"""Actor's end of the channel between actors and a learner rank. The learner's end is receiver.py.
+"""Actor's end of the channel between actors and a learner rank. The learner's end is receiver.py, whose message_loop.py
+handles what an actor sends.
 
 Invariant: a trajectory that `send` accepted is offered to the learner until the learner has acknowledged or refused it,
 and its ticket counts as held until then. The learner drops duplicates, so that each arrives exactly once. Lost grants
@@ -13,7 +14,8 @@ import secrets
 from collections.abc import Iterable
 
 from impala_llm.pipeline.network.keys import ActorKeys
-from impala_llm.pipeline.shm.ring import ArenaWriter
+from impala_llm.pipeline.shm.record import encode_record
+from impala_llm.pipeline.shm.ring import ArenaWriter, RecordTooLarge
 from impala_llm.pipeline.shm.run_directory import RunDirectory, check_name
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.pipeline.transport.learner_connection import ChannelTimes, Context, LearnerConnection
@@ -164,7 +166,13 @@ class ActorChannel:
             RecordTooLarge: it does not fit even into an empty arena. `fail` its ticket.
             RecordError: its metadata is too large. `fail` its ticket.
         """
-        if not self._records.add(trajectory):
+        encoded = encode_record(trajectory)
+        if 8 * encoded.num_words > self._arena.capacity:
+            raise RecordTooLarge(
+                f"episode {trajectory.episode_id!r} of {trajectory.num_tokens} tokens takes {8 * encoded.num_words} "
+                f"bytes, the arena has {self._arena.capacity}: raise pipeline.arena_mb or shorten the episodes"
+            )
+        if not self._records.add(trajectory.ticket_id, trajectory.continues, encoded):
             return False
         # At once where the learner has nothing of this actor to do; otherwise some are gathered.
         if may_offer and self._records.is_offer_due:

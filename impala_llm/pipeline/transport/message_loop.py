@@ -58,7 +58,7 @@ _MAX_WAITING_BYTES = 256 << 20
 class MessageLoop:
     """Serves the actors of one rank, a `turn` at a time. For one thread at a time.
 
-    Any thread may set `published` and `shutdown_reason`, and read `totals` and `is_full`.
+    Any thread may call `announce`, set `shutdown_reason`, and read `published`, `totals` and `is_full`.
 
     Args:
         actors: sockets to them.
@@ -90,8 +90,7 @@ class MessageLoop:
         self._evaluation = evaluation
         self._next_deal = 0.0
         self._max_remembered = max_remembered
-        self.published = published
-        """Version that actors find on the board."""
+        self._published = published
         self.shutdown_reason: str | None = None
         """Once set, all actors are told to end, and no ticket is granted."""
         self.totals: Counter[str] = Counter()
@@ -106,6 +105,15 @@ class MessageLoop:
         """(version, time) of the last attempt to store records that wait."""
         self._warnings = RateLimitedWarnings()
         self._failures = RateLimitedWarnings(interval_s=60.0, on_terminal=True)
+
+    def announce(self, version: int) -> None:
+        """Have all actors told, in the next turn, that a version lies on the board."""
+        self._published = version
+
+    @property
+    def published(self) -> int:
+        """Version that actors find on the board."""
+        return self._published
 
     @property
     def is_full(self) -> bool:

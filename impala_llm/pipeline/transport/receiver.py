@@ -203,7 +203,7 @@ class Receiver:
         """
         self._ledger.advance(version, kept=published or kept)
         if published:
-            self._loop.published = version
+            self._loop.announce(version)
         if published or kept:
             self._store.end(self._steps)
             self._steps.clear()
@@ -219,7 +219,7 @@ class Receiver:
 
     def announce_late(self, version: int) -> None:
         """Announce the learner's version, which was published some time after it was made."""
-        self._loop.published = version
+        self._loop.announce(version)
         self._leadership.wake(urgent=True)
 
     @property

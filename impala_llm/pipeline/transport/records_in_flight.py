@@ -10,10 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from impala_llm.pipeline.shm.record import EncodedTrajectory, encode_record
-from impala_llm.pipeline.shm.ring import ArenaWriter, RecordTooLarge, Span
+from impala_llm.pipeline.shm.record import EncodedTrajectory
+from impala_llm.pipeline.shm.ring import ArenaWriter, Span
 from impala_llm.pipeline.transport.messages import DESCRIPTOR, DescriptorBatch
-from impala_llm.trajectory import Trajectory
 
 _MAX_RECORDS = 64
 """Maximum of records in a message, and of records that wait for the next one."""
@@ -69,25 +68,19 @@ class RecordsInFlight:
         self._offered: list[deque[tuple[float, list[int]]]] = [deque() for _ in range(_REMINDERS)]
         """(time, sequences) of offers, by the number of reminders before; each queue is in the order of time."""
 
-    def add(self, trajectory: Trajectory) -> bool:
-        """Take over a trajectory.
+    def add(self, ticket_id: int, continues: bool, encoded: EncodedTrajectory) -> bool:
+        """Take over a record, which fits into an empty arena.
+
+        Args:
+            ticket_id: of its episode.
+            continues: whether more unrolls of the episode are to come.
 
         Returns:
             True if it lies in the arena; False if it waits for room.
-
-        Raises:
-            RecordTooLarge: it does not fit even into an empty arena.
-            RecordError: its metadata is too large.
         """
-        encoded = encode_record(trajectory)
-        if not self._waiting and self._lay(trajectory.ticket_id, trajectory.continues, encoded):
+        if not self._waiting and self._lay(ticket_id, continues, encoded):
             return True
-        if 8 * encoded.num_words > self._arena.capacity:
-            raise RecordTooLarge(
-                f"episode {trajectory.episode_id!r} of {trajectory.num_tokens} tokens takes {8 * encoded.num_words} "
-                f"bytes, the arena has {self._arena.capacity}: raise pipeline.arena_mb or shorten the episodes"
-            )
-        self._waiting.append((trajectory.ticket_id, trajectory.continues, encoded))
+        self._waiting.append((ticket_id, continues, encoded))
         return False
 
     def use_room(self) -> None:
@@ -168,10 +161,7 @@ class RecordsInFlight:
 
     def _lay(self, ticket_id: int, continues: bool, encoded: EncodedTrajectory) -> bool:
         """Write a record into the arena. Returns False where it has no room now."""
-        try:
-            span = self._arena.write(encoded)
-        except RecordTooLarge:
-            return False
+        span = self._arena.write(encoded)
         if span is None:
             return False
         sequence = self._next_sequence

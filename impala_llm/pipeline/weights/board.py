@@ -37,13 +37,13 @@ from impala_llm.pipeline.weights.slots import (
     write_atomically,
     write_in_place,
     write_latest,
-    write_version,
 )
 from impala_llm.pipeline.weights.tensor_writing import (
     SharedWriting,
     TensorBytes,
     TensorSource,
     write_tensors,
+    write_version,
 )
 
 __all__ = [
@@ -201,7 +201,8 @@ class WeightPublisher:
                     target = slot.writable(layout.num_bytes)
                     if sharing is not None:
                         sharing.tell(slot.index)
-                    manifest = write_version(layout, target, tensors, version, sharing, num_threads)
+                    sums = write_version(layout, target, tensors, sharing, num_threads)
+                    manifest = WeightsManifest(version, layout.num_bytes, *sums)
                     write_atomically(slot.manifest, manifest.to_json())
             except SlotsInUse:
                 if sharing is not None:

@@ -35,14 +35,10 @@ from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.shm.reserved_file import overwrite, reserve
 from impala_llm.pipeline.shm.ring import populate
 from impala_llm.pipeline.weights import safetensors_layout
-from impala_llm.pipeline.weights.safetensors_layout import Layout, LayoutError, TensorInfo
+from impala_llm.pipeline.weights.safetensors_layout import LayoutError, TensorInfo
 from impala_llm.pipeline.weights.tensor_writing import (
-    NO_SUM,
     UINT64,
-    SharedWriting,
     TensorBytes,
-    TensorSource,
-    write_tensors,
 )
 
 WEIGHTS_FILE = "model.safetensors"
@@ -309,35 +305,6 @@ def parse_weights(data: np.ndarray, manifest: WeightsManifest, source: str) -> M
             "or the checksum of the header differs"
         )
     return weights
-
-
-def write_version(
-    layout: Layout,
-    target: np.ndarray,
-    tensors: Mapping[str, TensorSource],
-    version: int,
-    sharing: SharedWriting | None = None,
-    num_threads: int = 1,
-) -> WeightsManifest:
-    """Write a version in one pass over the tensors. Returns its manifest.
-
-    Args:
-        layout, target: layout of the file, and uint8[layout.num_bytes] to write.
-        tensors, version: see `WeightPublisher.publish`.
-        sharing: where other processes write parts of it, by `write_tensors`.
-        num_threads: see `write_tensors`.
-    """
-    header = np.frombuffer(layout.header, np.uint8)
-    header_checksum = copy_kernels.stream_bytes(target[: header.size], header)
-    parts = [write_tensors(layout, target, tensors, num_threads)]
-    if sharing is not None:
-        parts = sharing.gather(parts[0])
-    sums = []
-    for info, of_parts in zip(layout.infos.values(), zip(*parts, strict=True), strict=True):
-        is_sum = NO_SUM not in of_parts
-        whole = target[info.start : info.end]
-        sums.append(sum(of_parts) % UINT64 if is_sum else copy_kernels.bytes_checksum(whole))
-    return WeightsManifest(version, layout.num_bytes, header_checksum, tuple(sums))
 
 
 def _identity(found: os.stat_result) -> tuple[int, int, int]:

@@ -55,6 +55,37 @@ class SharedWriting(Protocol):
         ...
 
 
+def write_version(
+    layout: Layout,
+    target: np.ndarray,
+    tensors: Mapping[str, TensorSource],
+    sharing: SharedWriting | None = None,
+    num_threads: int = 1,
+) -> tuple[int, tuple[int, ...]]:
+    """Write a weights file in one pass over the tensors.
+
+    Args:
+        layout, target: layout of the file, and uint8[layout.num_bytes] to write.
+        tensors: see `WeightPublisher.publish`.
+        sharing: where other processes write parts of it, by `write_tensors`.
+        num_threads: see `write_tensors`.
+
+    Returns:
+        The checksums of the header and of each tensor, in the order of the file.
+    """
+    header = np.frombuffer(layout.header, np.uint8)
+    header_checksum = copy_kernels.stream_bytes(target[: header.size], header)
+    parts = [write_tensors(layout, target, tensors, num_threads)]
+    if sharing is not None:
+        parts = sharing.gather(parts[0])
+    sums = []
+    for info, of_parts in zip(layout.infos.values(), zip(*parts, strict=True), strict=True):
+        is_sum = NO_SUM not in of_parts
+        whole = target[info.start : info.end]
+        sums.append(sum(of_parts) % UINT64 if is_sum else copy_kernels.bytes_checksum(whole))
+    return header_checksum, tuple(sums)
+
+
 def write_tensors(
     layout: Layout, target: np.ndarray, tensors: Mapping[str, TensorSource], num_threads: int = 1
 ) -> list[int]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.pipeline.transport import messages
-from impala_llm.pipeline.weights import relay_messages, safetensors_layout, slots
+from impala_llm.pipeline.weights import relay_messages, safetensors_layout, slots, tensor_writing
 from tests.system.fuzz.inputs import Decoder, Source
 from tests.system.fuzz.memory import (
     arena_decoder,
@@ -105,7 +105,8 @@ def board_decoder(source: Source, folder: Path) -> Decoder:
     layout = safetensors_layout.plan({"a": ("F32", (2, 3)), "b": ("U8", (5,))})
     tensors = {"a": ("F32", (2, 3), np.arange(24, dtype=np.uint8)), "b": ("U8", (5,), np.arange(5, dtype=np.uint8))}
     weights = np.zeros(layout.num_bytes, np.uint8)
-    manifest = slots.write_version(layout, weights, tensors, 3).to_json()
+    sums = tensor_writing.write_version(layout, weights, tensors)
+    manifest = slots.WeightsManifest(3, layout.num_bytes, *sums).to_json()
     slots.write_latest(folder, 0, 3)
     pointer = os.readlink(os.fsencode(folder / "latest"))
 
