@@ -202,7 +202,8 @@ def _read_part(path: Path) -> list[Demonstration]:
             for name in ARRAY_FIELDS
         }
         try:
-            row = Trajectory(**fields, **{name: values[name] for name in METADATA_FIELDS})
+            # One that an earlier release did not write has its default, or is missed.
+            row = Trajectory(**fields, **{name: values[name] for name in METADATA_FIELDS if name in values})
             found.append(Demonstration(row, values["source"], tuple(_turn(each) for each in values["text"])))
         except _DAMAGES as error:
             raise _no_demonstration(path, number, error) from None

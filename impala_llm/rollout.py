@@ -7,7 +7,7 @@ the engine's ids and are never decoded and encoded again, so the learner scores 
 import asyncio
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -367,27 +367,10 @@ class _Played:
                 "answer: raise engine.max_length"
             )
         num_tokens = len(tokens) if bootstrap else answers[-1][0] + len(answers[-1][1].tokens)
-        mask = np.zeros(num_tokens, np.bool_)
-        log_probs = np.zeros(num_tokens, np.float32)
-        versions = np.full(num_tokens, NO_VERSION, np.int32)
-        rewards = np.zeros(num_tokens, np.float32)
-        turns = np.empty((len(answers), 2), np.int32)
-        for k, (start, answer, reward) in enumerate(answers):
-            end = start + len(answer.tokens)
-            mask[start:end] = True
-            log_probs[start:end] = answer.log_probs
-            versions[start:end] = answer.versions
-            rewards[end - 1] = reward
-            turns[k] = start, end
         self.answers = []
         self.num_unrolls += 1
         return Trajectory(
-            tokens=np.asarray(tokens[:num_tokens], np.int32),
-            action_mask=mask,
-            behaviour_log_probs=log_probs,
-            versions=versions,
-            rewards=rewards,
-            turns=turns,
+            **arrays_of(tokens[:num_tokens], answers),
             bootstrap=bootstrap,
             continues=continues,
             unroll_index=self.num_unrolls - 1,
@@ -396,3 +379,32 @@ class _Played:
             stats={key: float(value) for key, value in info.get("stats", {}).items()},
             **spec.trajectory_fields,
         )
+
+
+def arrays_of(tokens: Sequence[int], answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return the arrays of a `Trajectory` by name.
+
+    Args:
+        tokens: all of it.
+        answers: those that are learned from, in order; all else is context.
+    """
+    mask = np.zeros(len(tokens), np.bool_)
+    log_probs = np.zeros(len(tokens), np.float32)
+    versions = np.full(len(tokens), NO_VERSION, np.int32)
+    rewards = np.zeros(len(tokens), np.float32)
+    turns = np.empty((len(answers), 2), np.int32)
+    for k, (start, answer, reward) in enumerate(answers):
+        end = start + len(answer.tokens)
+        mask[start:end] = True
+        log_probs[start:end] = answer.log_probs
+        versions[start:end] = answer.versions
+        rewards[end - 1] = reward
+        turns[k] = start, end
+    return {
+        "tokens": np.asarray(tokens, np.int32),
+        "action_mask": mask,
+        "behaviour_log_probs": log_probs,
+        "versions": versions,
+        "rewards": rewards,
+        "turns": turns,
+    }

@@ -7,11 +7,9 @@ were sampled after; whatever else stands in the trajectory is context. This modu
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from impala_llm.engines.base import Generation
-from impala_llm.rollout import EpisodeSpec
-from impala_llm.trajectory import CONTEXT_START, NO_VERSION, Trajectory
+from impala_llm.rollout import EpisodeSpec, arrays_of
+from impala_llm.trajectory import CONTEXT_START, Trajectory
 
 
 @dataclass(eq=False)
@@ -129,67 +127,24 @@ class ConversationTree:
                 "the policy gave no answer in this episode, and there is nothing to learn from: let the agent send a "
                 "request through its client (OPENAI_BASE_URL), and see whether each was refused"
             )
-        rows = _Rows()
-        learned: set[int] = set()
+        tokens: list[int] = []
+        begins: list[int] = []
+        learned: dict[int, tuple[int, Generation, float]] = {}
         for context in contexts:
-            begin = len(rows.tokens)
+            begins.append(len(tokens))
             for answer in context:
                 assert answer.generation is not None
-                rows.add_context(answer.read)
-                if id(answer) in learned:
-                    rows.add_context(answer.sampled)
-                else:
-                    rows.add_answer(answer.generation, answer.reward)
-                    learned.add(id(answer))
-            if begin:
-                rows.versions[begin] = CONTEXT_START
-        rows.rewards[-1] += reward
-        return rows.trajectory(spec, score, success, stats)
+                tokens += answer.read
+                learned.setdefault(id(answer), (len(tokens), answer.generation, answer.reward))
+                tokens += answer.sampled
+        arrays = arrays_of(tokens, list(learned.values()))
+        arrays["versions"][begins[1:]] = CONTEXT_START
+        arrays["rewards"][-1] += reward
+        return Trajectory(
+            **arrays, bootstrap=False, score=score, success=success, stats=dict(stats), **spec.trajectory_fields
+        )
 
     @staticmethod
     def _leaves(answers: list[Answer]) -> list[Answer]:
         continued = {id(answer.parent) for answer in answers}
         return [answer for answer in answers if id(answer) not in continued]
-
-
-class _Rows:
-    """Arrays of a trajectory, as lists that grow."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.mask: list[bool] = []
-        self.log_probs: list[float] = []
-        self.versions: list[int] = []
-        self.rewards: list[float] = []
-        self.turns: list[tuple[int, int]] = []
-
-    def add_context(self, tokens: Sequence[int]) -> None:
-        count = len(tokens)
-        self._add(tokens, False, [0.0] * count, [NO_VERSION] * count)
-
-    def add_answer(self, answer: Generation, reward: float) -> None:
-        self.turns.append((len(self.tokens), len(self.tokens) + len(answer.tokens)))
-        self._add(answer.tokens.tolist(), True, answer.log_probs.tolist(), answer.versions.tolist())
-        self.rewards[-1] = reward
-
-    def _add(self, tokens: Sequence[int], mask: bool, log_probs: list[float], versions: list[int]) -> None:
-        self.tokens += tokens
-        self.mask += [mask] * len(tokens)
-        self.log_probs += log_probs
-        self.versions += versions
-        self.rewards += [0.0] * len(tokens)
-
-    def trajectory(self, spec: EpisodeSpec, score: float, success: bool, stats: Mapping[str, float]) -> Trajectory:
-        return Trajectory(
-            tokens=np.array(self.tokens, np.int32),
-            action_mask=np.array(self.mask, np.bool_),
-            behaviour_log_probs=np.array(self.log_probs, np.float32),
-            versions=np.array(self.versions, np.int32),
-            rewards=np.array(self.rewards, np.float32),
-            turns=np.array(self.turns, np.int32),
-            bootstrap=False,
-            score=score,
-            success=success,
-            stats=dict(stats),
-            **spec.trajectory_fields,
-        )

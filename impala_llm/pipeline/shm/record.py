@@ -3,7 +3,7 @@
     88 bytes      header, 8 bytes a word, little endian: magic and format; T; K; bytes of the first four texts (16 bits
                   each); number of stats (32 bits) and bytes of their names (32 bits); ticket_id; group_id; task_id;
                   unroll_index; score; flags (1: bootstrap, 2: success, 4: continues, and then bootstrap as well)
-                  A number or flag that is added to `Trajectory` gets its position by itself; then raise the format.
+                  A number or flag that is added to `Trajectory` gets its position by itself.
     float64 each  values of the stats
     texts         UTF-8, end to end: episode_id, env, actor_id, signature, names of the stats with a zero byte between
                   two; then zeros up to a multiple of 8 bytes
@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import operator
 import struct
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,13 +40,20 @@ from impala_llm.pipeline.shm.record_layout import (
     TEXTS,
     TICKET_ID,
 )
-from impala_llm.trajectory import Trajectory, TrajectoryError, block_views, block_words
+from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS, Trajectory, TrajectoryError, block_views, block_words
 
 MAX_TOKENS = 1 << 24
 MAX_TEXT_BYTES = (1 << 16) - 1
 """Maximum size of each text, and of all names of stats together."""
 MAX_STATS = 256
-MAGIC = 0x0003_6C6C_6D69_0001  # the format's number, "imll", 1 for trajectories
+_FORMAT = 3
+"""Raised where the layout, or a rule of `Trajectory`, changes in another way than by a field."""
+_FIELDS = [
+    *((name, dtype.str) for name, dtype in ARRAY_FIELDS.items()),
+    *((n, k.__name__) for n, k in METADATA_FIELDS.items()),
+]
+MAGIC = _FORMAT << 48 | 0x6C6C_6D69 << 16 | zlib.crc32(repr(_FIELDS).encode()) & 0xFFFF  # in the middle "imll"
+"""First word of a record: of releases whose trajectories have other fields it differs."""
 _HEADER = struct.Struct(f"<QqqHHHHII{len(INTEGERS)}q{len(FLOATS)}dQ")
 _WORDS = struct.Struct(f"<{HEADER_WORDS}q")
 _DOUBLES, _BITS = struct.Struct(f"<{len(FLOATS)}d"), struct.Struct(f"<{len(FLOATS)}q")

@@ -36,7 +36,7 @@ def by_hand(t: Trajectory) -> bytes:
     names = b"\0".join(name.encode() for name in t.stats)
     header = struct.pack(
         HEADER,
-        b"\x01\x00imll\x03\x00",
+        b"\x1e\xb2imll\x03\x00",  # the names and types of these fields, and the format
         *(len(t.tokens), len(t.turns), *map(len, texts), len(t.stats), len(names)),
         *(t.ticket_id, t.group_id, t.task_id, t.unroll_index, t.score),
         (1 if t.bootstrap else 0) | (2 if t.success else 0) | (4 if t.continues else 0),
