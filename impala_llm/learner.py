@@ -17,6 +17,7 @@ updates from there on are made again, under versions that were never published. 
 """
 
 import gc
+import os
 
 if __name__ == "__main__":
     gc.disable()  # there is no garbage among what is imported, and to look for it took a fifth of a start
@@ -51,7 +52,7 @@ from impala_llm.learning.origin import Origin, find_origin, make_model
 from impala_llm.learning.packing import OutOfMemory, RestartNeeded
 from impala_llm.learning.policy.model import policy_files
 from impala_llm.learning.policy.policy_files import resolve_policy
-from impala_llm.learning.policy.products import keep_compiled, prepare_cpu, prepare_cuda
+from impala_llm.learning.policy.products import prepare_cpu, prepare_cuda
 from impala_llm.learning.publishing import make_publisher, server_transport
 from impala_llm.learning.ranks.parallel import Ranks, check_ranks, exit_process
 from impala_llm.learning.saving import RankParts, Saving, UpdateEnd
@@ -66,6 +67,7 @@ from impala_llm.pipeline.network.keys import KeyFileError
 from impala_llm.pipeline.shm.ring import ArenaError
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 from impala_llm.pipeline.tickets.curriculum import Curriculum
+from impala_llm.processes.compiled_code import keep_compiled_code
 from impala_llm.processes.stop_signals import Stopped, StopSignals
 from impala_llm.processes.supervised import NOT_SAVED, end_with_supervisor, keep_exit_codes, say, tell
 from impala_llm.settings import Config
@@ -416,7 +418,7 @@ def main(argv: Sequence[str]) -> int:
     stops = StopSignals()
     prepare_cpu(threads_per_process(config))
     prepare_cuda(config.model.cuda_products)
-    keep_compiled(Path(config.run.dir) / "compiled")
+    keep_compiled_code(os.environ, Path(config.run.dir) / "compiled")
     disable_progress_bar()
     ranks = Ranks.of(config)
     try:

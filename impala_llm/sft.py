@@ -42,11 +42,12 @@ from impala_llm.learning.policy.lora import add_adapters, is_adapted
 from impala_llm.learning.policy.model import PolicyModel, policy_files
 from impala_llm.learning.policy.model_files import base_checksum
 from impala_llm.learning.policy.policy_files import resolve_policy
-from impala_llm.learning.policy.products import keep_compiled, prepare_cpu, prepare_cuda
+from impala_llm.learning.policy.products import prepare_cpu, prepare_cuda
 from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.observability.writers import MetricWriter
+from impala_llm.processes.compiled_code import keep_compiled_code
 from impala_llm.processes.stop_signals import StopSignals
 from impala_llm.processes.supervised import say
 from impala_llm.settings import Config
@@ -424,7 +425,7 @@ def main(config: Config, folders: Sequence[Path]) -> int:
     after Ctrl-C."""
     prepare_cpu(int(os.environ.get("OMP_NUM_THREADS") or num_cores()))
     prepare_cuda(config.model.cuda_products)
-    keep_compiled(Path(config.sft.dir) / "compiled")
+    keep_compiled_code(os.environ, Path(config.sft.dir) / "compiled")
     try:
         warm_start(config, folders)
     except KeyboardInterrupt:

@@ -40,6 +40,8 @@ from pathlib import Path
 
 import psutil
 
+from impala_llm.processes.compiled_code import keep_compiled_code
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SHARED_MEMORY = Path("/dev/shm")
 KEY_VARIABLE = "IMPALA_LLM_SERVER_KEY"
@@ -130,27 +132,9 @@ def _key_words(folder: Path) -> list[str]:
 def _environment(folder: Path) -> dict[str, str]:
     """Variables of the server: temporary files in the folder, a lasting cache of compiled code, no path of ours."""
     environment = {**os.environ, "TMPDIR": str(folder)}
-    # In an owner that imports torch the variable has torch's default, a folder that another user may have made.
-    of_torch = f"{tempfile.gettempdir()}/torchinductor_"
-    if environment.get("TORCHINDUCTOR_CACHE_DIR", of_torch).startswith(of_torch):
-        environment["TORCHINDUCTOR_CACHE_DIR"] = _compiled_code(folder)
+    keep_compiled_code(environment, folder)
     environment.pop("PYTHONPATH", None)
     return environment
-
-
-def _compiled_code(folder: Path) -> str:
-    """A folder for compiled code that lasts; `folder` where others could put code there for the server to run."""
-    try:
-        cache = Path.home() / ".cache" / "impala_llm" / "inductor"
-        for each in (cache.parent, cache):
-            each.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = each.stat()
-            if status.st_uid != os.getuid() or status.st_mode & 0o077:
-                raise PermissionError(f"{each} must be user {os.getuid()}'s and closed to others: chmod 700 {each}")
-        return str(cache)
-    except (OSError, RuntimeError) as error:
-        print(f"each start compiles anew, as compiled code has no safe place: {error}", file=sys.stderr)
-        return str(folder)
 
 
 def _prepare_server() -> None:

@@ -1,12 +1,10 @@
-"""Matrix products in float32: the share of threads and the library on a CPU, and the precision on a GPU; how a CPU's
-memory is given back; and where compiled layers are kept.
+"""Matrix products in float32: the share of threads and the library on a CPU, and the precision on a GPU; and how a
+CPU's memory is given back.
 
 Invariant: the choices for a CPU change nothing on a GPU, and the other way round.
 """
 
 import ctypes
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,9 +49,3 @@ def prepare_cuda(precision: str) -> None:
         precision: float32 (exact) | tf32 (10 bits of the mantissa, several times as fast).
     """
     torch.backends.cuda.matmul.fp32_precision = {"float32": "ieee", "tf32": "tf32"}[precision]
-
-
-def keep_compiled(folder: Path) -> None:
-    """Have torch.compile keep its results there, unless the user's TORCHINDUCTOR_CACHE_DIR says where. By itself it
-    loads code from a folder in /tmp that anybody may have made."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder.absolute()))
