@@ -34,7 +34,7 @@ from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.engines import make_engine
 from impala_llm.engines.base import Engine, EngineError, ModelRefused, ServerUnfit
 from impala_llm.engines.sglang.engine import SGLangEngine
-from impala_llm.environment_faults import EnvironmentBroken, EnvironmentFaults, failure_reason, is_fault
+from impala_llm.environment_faults import EnvironmentBroken, EnvironmentFaults, failure_reason
 from impala_llm.envs import contract
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.evaluation.episodes import EvaluationEpisodes, evaluation_slots
@@ -113,8 +113,7 @@ class Actor:
         # An aborted episode can be trained on only if a value is bootstrapped at its end.
         self.keep_aborted = config.algorithm.credit.uses_values
         self.channels = endpoint.connect()
-        """An `ActorChannel` (transport/actor_channel.py) to each rank of the learner. A trajectory goes to the rank
-        that granted its ticket."""
+        """An `ActorChannel` (transport/actor_channel.py) to each rank; a trajectory goes to that of its ticket."""
         self.waiting: deque[Ticket] = deque()
         self.running: dict[int, asyncio.Task[None]] = {}
         if config.evaluation.inside_run:
@@ -331,8 +330,6 @@ class Actor:
         may.
         """
         reason = failure_reason(error, self.config.actor.episode_timeout_s)
-        if not is_fault(error):
-            return reason
         await asyncio.sleep(self.faults.observe(error))
         if self.faults.is_broken:
             self.failure = EnvironmentBroken(
@@ -352,8 +349,7 @@ class Actor:
             async with asyncio.timeout(self.config.actor.episode_timeout_s):
                 episode = await self.play_spec(spec, limits)
         except Exception as error:
-            if is_fault(error):
-                await asyncio.sleep(self.evaluation_faults.observe(error))
+            await asyncio.sleep(self.evaluation_faults.observe(error))
             return failure_reason(error, self.config.actor.episode_timeout_s)
         self.evaluation_faults.clear()
         return episode

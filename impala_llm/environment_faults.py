@@ -1,4 +1,5 @@
-"""Faults of an environment at an actor: how long to wait after each, and when there have been too many."""
+"""Faults of an environment, and errors of the engine, at an actor: how long to wait after each, and when there have
+been too many."""
 
 import time
 import traceback
@@ -52,16 +53,24 @@ class EnvironmentFaults:
         self._patience_s = patience_s
         self.num_in_a_row = 0
         self._num_breaches = 0
+        self._num_engine_errors = 0
         self._clock = clock
         self._since = 0.0
         self._seen: set[str] = set()
 
     def clear(self) -> None:
         """An episode was played to its end."""
-        self.num_in_a_row = self._num_breaches = 0
+        self.num_in_a_row = self._num_breaches = self._num_engine_errors = 0
 
     def observe(self, error: Exception) -> float:
-        """Another fault: returns the seconds to wait before its ticket is given back."""
+        """An episode failed: returns the seconds to wait before its ticket is given back.
+
+        Of faults, and of errors of the engine: an actor whose engine answers nothing would otherwise be granted most of
+        the tickets, and use up their attempts. Those of the engine end no actor.
+        """
+        if not is_fault(error):
+            self._num_engine_errors += isinstance(error, EngineError)
+            return min(self.MAX_DELAY_S, 0.1 * self._num_engine_errors) if isinstance(error, EngineError) else 0.0
         if not self.num_in_a_row:
             self._since = self._clock()
         self.num_in_a_row += 1

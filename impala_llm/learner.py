@@ -17,7 +17,6 @@ updates from there on are made again, under versions that were never published. 
 """
 
 import gc
-import os
 
 if __name__ == "__main__":
     gc.disable()  # there is no garbage among what is imported, and to look for it took a fifth of a start
@@ -418,7 +417,7 @@ def main(argv: Sequence[str]) -> int:
     stops = StopSignals()
     prepare_cpu(threads_per_process(config))
     prepare_cuda(config.model.cuda_products)
-    keep_compiled_code(os.environ, Path(config.run.dir) / "compiled")
+    keep_compiled_code(Path(config.run.dir) / "compiled")
     disable_progress_bar()
     ranks = Ranks.of(config)
     try:

@@ -425,7 +425,7 @@ def main(config: Config, folders: Sequence[Path]) -> int:
     after Ctrl-C."""
     prepare_cpu(int(os.environ.get("OMP_NUM_THREADS") or num_cores()))
     prepare_cuda(config.model.cuda_products)
-    keep_compiled_code(os.environ, Path(config.sft.dir) / "compiled")
+    keep_compiled_code(Path(config.sft.dir) / "compiled")
     try:
         warm_start(config, folders)
     except KeyboardInterrupt:

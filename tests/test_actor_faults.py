@@ -159,7 +159,7 @@ def test_a_cause_without_a_traceback_is_a_fault_as_others(capsys: pytest.Capture
 
 def test_rates_of_an_engine_that_was_made_anew_count_from_its_start() -> None:
     """Its counters are below those of the engine before it."""
-    actor: Any = SimpleNamespace(running={}, channel=SimpleNamespace(arena_fill=0.0), load_seconds=0.0, is_up=True)
+    actor: Any = SimpleNamespace(running={}, channels=SimpleNamespace(arena_fill=0.0), load_seconds=0.0, is_up=True)
     actor.fed_engine, actor.engine_restarts, actor.agents = None, 1, None
     reporter = Reporter(EngineStats(decode_tokens=1000, prefill_tokens=1000, busy_seconds=100.0))
     metrics = reporter.metrics(EngineStats(decode_tokens=10, prefill_tokens=10, busy_seconds=0.0), actor)
@@ -183,7 +183,7 @@ def test_restarts_of_engines_are_counted_on_where_another_engine_takes_the_place
 
     actor: Any = Actor.__new__(Actor)
     actor.config, actor.actor_id, actor.running = load(["experiment=toy"]), "actor-0", {}
-    actor.channel = SimpleNamespace(request=lambda want: None, arena_fill=0.0)
+    actor.channels = SimpleNamespace(request=lambda want: None, arena_fill=0.0)
     actor.board = SimpleNamespace(latest=lambda: 0)
     actor.loading, actor.load_seconds, actor.num_new_learners, actor.announced = None, 0.0, 0, 0
     actor.engine, actor.make_engine = Engine(restarts=2), lambda: Engine(restarts=0)
@@ -238,7 +238,7 @@ def test_the_turns_so_far_are_sent_where_the_time_of_an_episode_ends_during_a_st
     actor.chat = ChatFormat.of(make_scratch_policy(tmp_path / "policy"), "")
     sent: list[Any] = []
     failed: list[tuple[int, str]] = []
-    actor.channel = SimpleNamespace(send=sent.append, fail=lambda *reason: failed.append(reason))
+    actor.channels = SimpleNamespace(send=sent.append, fail=lambda *reason: failed.append(reason))
     asyncio.run(actor.play(Ticket(1, 2, 3, 4, 0)))
     assert failed == []
     [episode] = sent
@@ -302,3 +302,12 @@ def test_a_time_out_is_a_fault_unless_the_engine_was_awaited(tmp_path: Path) -> 
     )
     own = TimeoutError("the database did not answer")
     assert is_fault(own) and failure_reason(own, 0.1) == "TimeoutError: the database did not answer"
+
+
+def test_errors_of_an_engine_in_a_row_are_answered_ever_more_slowly() -> None:
+    faults = EnvironmentFaults(20.0)
+    delays = [faults.observe(EngineError("a decoding step failed")) for _ in range(40)]
+    assert 0 < delays[0] < delays[9] < delays[-1] == faults.MAX_DELAY_S
+    assert not faults.is_broken and not faults.num_in_a_row
+    faults.clear()
+    assert faults.observe(EngineError("a decoding step failed")) == delays[0]

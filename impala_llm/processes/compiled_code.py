@@ -9,15 +9,15 @@ from pathlib import Path
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def keep_compiled_code(environment: MutableMapping[str, str], otherwise: Path) -> None:
+def keep_compiled_code(otherwise: Path, environment: MutableMapping[str, str] = os.environ) -> None:
     """Set torch's variable, unless it names a folder of the user's choice.
 
     By itself torch runs code from a folder in /tmp that another user may have made, and any process that imports torch
     has that folder in the variable.
 
     Args:
-        environment: changed in place.
         otherwise: folder for this run alone, where the lasting one, in the user's home, is open to others.
+        environment: changed in place; that of this process, unless told.
     """
     of_torch = f"{tempfile.gettempdir()}/torchinductor_"
     if environment.get(VARIABLE, of_torch).startswith(of_torch):

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 import impala_llm.learner
 from impala_llm.processes.compiled_code import keep_compiled_code
-keep_compiled_code(os.environ, Path({otherwise!r}))
+keep_compiled_code(Path({otherwise!r}))
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 print(cache_dir())
 """

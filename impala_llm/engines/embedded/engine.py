@@ -41,6 +41,8 @@ _CHECKED_ANSWER = 8
 """Tokens of an answer in the model check at the start."""
 _TURNS_OF_LOOP = 8
 """Turns of the event loop between two steps."""
+MOST_FAILED_STEPS = 3
+"""Steps that fail one after the other, from which on the engine counts as broken: after some errors of a GPU all do."""
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +72,10 @@ def _make_cache(model: PreTrainedModel, device: torch.device, max_sessions: int,
 
 class TorchEngine:
     """Engine in this process, see `impala_llm.engines.base.Engine`. All methods are called from one asyncio loop."""
+
+    _failed_steps = 0
+    """Steps that have failed since the last one that did not."""
+    _failure: EngineError | None = None
 
     def __init__(
         self,
@@ -172,6 +178,8 @@ class TorchEngine:
         """
         if self._closed:
             raise EngineError("the engine is closed")
+        if self._failure is not None:
+            raise self._failure
         if session_id in self._requests:
             raise EngineError(f"session {session_id!r} has a running request: await it or abort it first")
         tokens = check_request(prompt, params, self.vocab_size, self.max_length)
@@ -211,6 +219,8 @@ class TorchEngine:
                 empty = np.zeros(0, dtype=np.int32)
                 answer = Generation(empty, np.zeros(0, dtype=np.float32), empty.copy(), "abort")
             else:
+                if self._table.length[slot] == self._table.prompt_length[slot]:
+                    self._table.forget(slot)  # no draw has shown that what was computed of the history is finite
                 answer = self._table.finish(slot, "abort")
             self._resolve(name, answer)
 
@@ -250,8 +260,8 @@ class TorchEngine:
 
     @property
     def failure(self) -> EngineError | None:
-        """Always None: an error that ends this engine ends its process."""
-        return None
+        """Error of the last of `MOST_FAILED_STEPS` steps, if so many have failed one after the other."""
+        return self._failure
 
     async def load_weights(self, directory: Path, version: int) -> None:
         """Copy the weights of a Hugging Face directory (model.safetensors) in place; running answers go on with them.
@@ -332,10 +342,9 @@ class TorchEngine:
             begin = time.perf_counter()
             try:
                 self._step()
+                self._failed_steps = 0
             except Exception as error:  # a forward may raise any error: the requests fail, the engine continues
-                _log.exception("a decoding step failed")
-                for slot in np.flatnonzero(self._table.running):
-                    self._fail(int(slot), f"a decoding step failed: {error!r}", error)
+                self._step_failed(error)
             self._stats.busy_seconds += time.perf_counter() - begin
             # Callers with an answer run now and may send the next request before the next batch is packed; one that
             # comes over HTTP takes several turns of the loop. A turn costs 2 µs where there is nothing to do.
@@ -363,7 +372,6 @@ class TorchEngine:
         if not finite.all():
             for slot in slots[~finite]:
                 self._fail(int(slot), f"the weights of version {self.version} give logits that are not finite", None)
-                table.forget(int(slot))
             slots, tokens, log_probs = slots[finite], tokens[finite], log_probs[finite]
         stopped, at_limit = table.append(slots, tokens, log_probs, self.version)
         self._stats.decode_tokens += len(slots)
@@ -372,9 +380,22 @@ class TorchEngine:
             answer = table.finish(slot, "stop" if stopped[row] else "length")
             self._resolve(table.session(slot), answer)
 
+    def _step_failed(self, error: Exception) -> None:
+        """Fail all running answers; those that wait as well where the engine counts as broken now."""
+        self._failed_steps += 1
+        if self._failed_steps == 1:
+            _log.error("a decoding step failed", exc_info=error)
+        for slot in np.flatnonzero(self._table.running):
+            self._fail(int(slot), f"a decoding step failed: {error!r}", error)
+        if self._failed_steps >= MOST_FAILED_STEPS:
+            self._failure = EngineError(f"{self._failed_steps} decoding steps failed one after the other: {error!r}")
+            while self._waiting:
+                self._resolve(self._waiting.popleft().session_id, self._failure)
+
     def _fail(self, slot: int, reason: str, cause: Exception | None) -> None:
         session_id = self._table.session(slot)
         self._table.finish(slot, "abort")
+        self._table.forget(slot)
         error = EngineError(f"session {session_id!r}: {reason}")
         error.__cause__ = cause
         self._resolve(session_id, error)

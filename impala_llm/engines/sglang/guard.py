@@ -132,7 +132,7 @@ def _key_words(folder: Path) -> list[str]:
 def _environment(folder: Path) -> dict[str, str]:
     """Variables of the server: temporary files in the folder, a lasting cache of compiled code, no path of ours."""
     environment = {**os.environ, "TMPDIR": str(folder)}
-    keep_compiled_code(environment, folder)
+    keep_compiled_code(folder, environment)
     environment.pop("PYTHONPATH", None)
     return environment
 

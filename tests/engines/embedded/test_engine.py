@@ -475,6 +475,59 @@ def test_a_failed_step_fails_its_requests_and_not_the_engine(
     asyncio.run(run())
 
 
+def test_an_engine_whose_steps_all_fail_counts_as_broken_and_says_so_once(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = TorchEngine(make_model("qwen3"), max_sessions=2, max_length=64)
+    params = SamplingParams(max_new_tokens=5)
+
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError("device-side assert")
+
+    async def run() -> None:
+        assert len((await engine.generate("a", [1, 2, 3], params)).tokens) == 5
+        engine.release("a")
+        monkeypatch.setattr(CpuDecoder, "__call__", broken)
+
+        async def fails(name: str) -> None:
+            with pytest.raises(EngineError, match="device-side assert"):
+                await engine.generate(name, [1, 2, 3], params)
+            engine.release(name)
+
+        await asyncio.gather(*(fails(f"session-{number}") for number in range(20)))
+        assert engine.failure is not None and "3 decoding steps failed one after the other" in str(engine.failure)
+
+    asyncio.run(run())
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.usefixtures("compact_decoder")
+def test_an_answer_that_is_aborted_amid_its_prompt_leaves_no_trace_of_weights_that_are_not_finite(
+    make_model: MakeModel, plain_log_probs: Callable
+) -> None:
+    model = make_model("qwen3")
+    good = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    bad = {name: torch.full_like(tensor, float("nan")) for name, tensor in good.items()}
+    reference = copy.deepcopy(model)
+    engine = TorchEngine(model, max_sessions=2, max_length=128, prefill_budget=16)
+    params = SamplingParams(max_new_tokens=5)
+    prompt = random_tokens(80, 3)
+
+    async def run() -> Generation:
+        engine.load_state(bad, 1)
+        amid = asyncio.ensure_future(engine.generate("a", prompt, params))
+        while engine.stats().prefill_tokens < 32:
+            await asyncio.sleep(0)
+        engine.release("a")
+        assert not len((await amid).tokens)
+        engine.load_state(good, 2)
+        return await engine.generate("b", prompt[:20], params)
+
+    answer = asyncio.run(run())
+    expected = plain_log_probs(reference, prompt[:20] + answer.tokens.tolist(), 20)
+    np.testing.assert_allclose(answer.log_probs, expected, atol=1e-4)
+
+
 @pytest.mark.usefixtures("compact_decoder")
 def test_weights_that_are_not_finite_fail_the_answer_and_leave_no_trace(
     make_model: MakeModel, plain_log_probs: Callable
