@@ -56,9 +56,9 @@ def plan(config: Config, overrides: Sequence[str], indices: Iterable[int] | None
     gpus = deal_gpus(config, visible_gpus())
     forks = make_fork_server(config)
     environment = {**child_environment(config, gpus.learner), SUPERVISED: "1"}
-    if config.engine.transfer != "distributed":  # which may go to servers on other hosts
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            environment.setdefault(name, LOOPBACK)
+    environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    if config.engine.transfer != "distributed" or config.engine.urls is None:  # else NCCL reaches servers elsewhere too
+        environment.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
     command = [sys.executable, str(PACKAGE / "learner.py"), *overrides]
     log = Path(config.run.dir) / "logs" / "learner.log"
     learner = Child("learner", command, log, environment, config.learner.num_processes, forks=forks)

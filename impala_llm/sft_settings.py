@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from impala_llm.checks.idle_settings import given_keys
 from impala_llm.config import ConfigError, to_yaml
 from impala_llm.learning.checkpoints.files import write_file
 from impala_llm.settings import Config, LearnerConfig, SftConfig, leaves, written
@@ -28,17 +29,20 @@ _TEACH = (
 _OF_TRAIN = {"learner.total_updates": "sft.max_updates"} | {
     f"learner.{of.name}": f"sft.{of.name}" for of in fields(SftConfig) if of.name in vars(LearnerConfig())
 }
-"""Settings that a warm start does not read, since it has its own."""
+"""Settings that a warm start does not read, and its own in their place."""
+_NOT_READ = "learner.value_warmup_updates"
 
 
 def check_words(words: Sequence[str]) -> None:
     """Raise ConfigError for words of the command line that a warm start does not read, but its own settings instead."""
-    given = [word.lstrip("+").partition("=") for word in words]
+    given = given_keys(words)
     problems = [
-        f"{key}={value} has no effect on `impala-llm sft`: set {_OF_TRAIN[key]}={value}"
-        for key, _, value in given
-        if key in _OF_TRAIN
+        f"{key} has no effect on `impala-llm sft`: set {own}, or leave it out"
+        for key, own in _OF_TRAIN.items()
+        if key in given
     ]
+    if _NOT_READ in given:
+        problems.append(f"{_NOT_READ} has no effect on `impala-llm sft`: leave it out")
     if problems:
         raise ConfigError.of(problems)
 

@@ -128,8 +128,9 @@ def test_settings_that_cannot_be_compared_are_refused(
 def test_a_setting_of_reinforcement_learning_alone_is_refused_as_a_word_of_the_command(
     begun: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["learner.learning_rate=1e-5", "learner.total_updates=9", "learner.max_grad_norm=0.5"]
-    assert main(["sft", *words(begun.parent, tiny_model, *FEW), *given]) == 2
+    given = ["learner={learning_rate: 1e-5}", "learner.total_updates=9", "learner.max_grad_norm=0.5"]
+    assert main(["sft", *words(begun.parent, tiny_model, *FEW), *given, "learner.value_warmup_updates=2"]) == 2
     said = capsys.readouterr().err
-    assert "learner.learning_rate=1e-5 has no effect" in said and "sft.learning_rate=1e-5" in said
-    assert "sft.max_updates=9" in said and "learner.max_grad_norm" not in said
+    assert "learner.learning_rate has no effect" in said and "sft.learning_rate" in said
+    assert "sft.max_updates" in said and "learner.value_warmup_updates has no effect" in said
+    assert "learner.max_grad_norm" not in said

@@ -132,7 +132,7 @@ def idle_problems(config: Config, words: Sequence[str] = ()) -> list[str]:
     Args:
         words: `key=value` of the command line.
     """
-    idle, defaults, given = idle_settings(config), dict(leaves(Config())), _given(words)
+    idle, defaults, given = idle_settings(config), dict(leaves(Config())), given_keys(words)
     defaults |= {f"algorithm.credit.{option.name}": option.default for option in fields(config.algorithm.credit)}
     found = []
     for key, value in leaves(config):
@@ -147,8 +147,8 @@ def idle_problems(config: Config, words: Sequence[str] = ()) -> list[str]:
     return found
 
 
-def _given(words: Sequence[str]) -> set[str]:
-    """Keys of the settings that words of the command line set, those of a section one by one."""
+def given_keys(words: Sequence[str]) -> set[str]:
+    """Return the keys of the settings that words of the command line set, those of a section one by one."""
     found = set()
     for word in words:
         key, _, value = word.lstrip("+").partition("=")

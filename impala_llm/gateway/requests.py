@@ -94,10 +94,11 @@ class RequestReader:
         for key, value in body.items():
             if value is None or key in _HONOURED or key in _WITHOUT_EFFECT:
                 continue
-            if value not in _NEUTRAL.get(key, ()):
+            if not any(_is_same(value, neutral) for neutral in _NEUTRAL.get(key, ())):
                 self._cannot(key, value, "leave it out")
         temperature = body.get("temperature")
-        if self._temperature is not None and temperature is not None and temperature != self._temperature:
+        is_other = temperature is not None and not _is_same(temperature, self._temperature)
+        if self._temperature is not None and is_other:
             self._cannot(
                 "temperature", temperature, f"leave it out, or set engine.temperature, now {self._temperature:g}"
             )
@@ -169,6 +170,11 @@ def prompts_of(body: Mapping[str, Any], vocab_size: int) -> list[str | list[int]
     if not prompts:
         raise BadRequest("prompt is empty: send a text")
     return prompts
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether two values of JSON are equal. Python takes False for 0, and True for 1."""
+    return isinstance(value, bool) is isinstance(other, bool) and value == other
 
 
 def _integer(body: Mapping[str, Any], key: str, least: int | None, most: int | None = None) -> int | None:

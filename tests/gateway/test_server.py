@@ -292,6 +292,7 @@ def test_what_would_make_the_log_probabilities_wrong_is_refused_with_a_sentence_
     "wish",
     [
         {"logprobs": True},
+        {"logprobs": 0},
         {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
         {"reasoning_effort": "low"},
         {"modalities": ["audio"]},

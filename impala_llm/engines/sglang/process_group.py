@@ -68,7 +68,7 @@ class Link:
             # A thread that waits for a lost server would outlive this call, and abort the process at its end.
             while store.num_keys() == num_keys:
                 await asyncio.sleep(POLL_S)
-            return await _in_thread(_make_group, store, self.name, size, backend, timeout_s)
+            return await _in_thread(_make_group, store, self.name, size, backend, timeout_s, address)
 
         self.group = await both(make(), client.join_group(self.name, address, store.port, size, backend, timeout_s))
 
@@ -103,12 +103,17 @@ def _open_store(address: str, timeout_s: float) -> dist.TCPStore:
     )
 
 
-def _make_group(store: dist.TCPStore, name: str, size: int, backend: str, timeout_s: float) -> Any:
-    """Make rank 0's end, once the others have joined. Raises RuntimeError where they do not."""
+def _make_group(store: dist.TCPStore, name: str, size: int, backend: str, timeout_s: float, address: str) -> Any:
+    """Make rank 0's end, which gloo has listen at an address, once the others have joined. Raises RuntimeError where
+    they do not."""
     device = "cuda" if backend == "nccl" else "cpu"
     prefixed = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
     if backend == "gloo":
-        return dist.ProcessGroupGloo(prefixed, 0, size, timedelta(seconds=timeout_s))
+        # By itself gloo listens at the address that this host's name has, also where the server is on this host.
+        gloo: Any = dist.ProcessGroupGloo
+        settings = gloo._Options()
+        settings._devices, settings._timeout = [gloo.create_device(hostname=address)], timedelta(seconds=timeout_s)
+        return gloo(prefixed, 0, size, settings)
     options = dist.ProcessGroupNCCL.Options()
     # Long: this process aborts groups that hang after `timeout_s`.
     options._timeout = timedelta(seconds=10 * timeout_s)
