@@ -2,5 +2,5 @@
 
 - at the supervisor: child_processes, fork_server, programs (command lines for people)
 - in every process: supervised, log_lines, limited_warnings, stop_signals, open_files
-- cgroups: cores and memory that a container may use
+- cgroups: cores and memory that a container may use; compiled_code: where torch.compile keeps its results
 """

@@ -74,6 +74,7 @@ class RecordsInFlight:
         Args:
             ticket_id: of its episode.
             continues: whether more unrolls of the episode are to come.
+            encoded: the record.
 
         Returns:
             True if it lies in the arena; False if it waits for room.

@@ -156,7 +156,7 @@ class SessionRegistry:
             Its session; None where a living process has this name, and no answer is due.
 
         Raises:
-            ActorRefused: its name belongs to another key, or its arena cannot be used.
+            IntroductionRefused: its name belongs to another key, or its arena cannot be used.
             WireError: the routing id is not that of the actor.
         """
         identity = address[1]
