@@ -179,7 +179,7 @@ class TorchEngine:
         if self._closed:
             raise EngineError("the engine is closed")
         if self._failure is not None:
-            raise self._failure
+            raise EngineError(str(self._failure))  # one that is raised again and again keeps all of its callers' frames
         if session_id in self._requests:
             raise EngineError(f"session {session_id!r} has a running request: await it or abort it first")
         tokens = check_request(prompt, params, self.vocab_size, self.max_length)
@@ -390,7 +390,7 @@ class TorchEngine:
         if self._failed_steps >= MOST_FAILED_STEPS:
             self._failure = EngineError(f"{self._failed_steps} decoding steps failed one after the other: {error!r}")
             while self._waiting:
-                self._resolve(self._waiting.popleft().session_id, self._failure)
+                self._resolve(self._waiting.popleft().session_id, EngineError(str(self._failure)))
 
     def _fail(self, slot: int, reason: str, cause: Exception | None) -> None:
         session_id = self._table.session(slot)
