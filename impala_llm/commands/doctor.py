@@ -25,7 +25,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from impala_llm.commands import model_memory
-from impala_llm.commands.preflight import actors_checks, float32_bytes, reserved_bytes, training_checks
+from impala_llm.commands.preflight import actors_checks, cpp_compiler, float32_bytes, reserved_bytes, training_checks
 from impala_llm.config import ConfigError, load, num_cores, threads_per_process
 from impala_llm.engines.sglang.launch_args import find_python
 from impala_llm.gpus import deal_gpus, visible_gpus, with_num_actors
@@ -262,6 +262,12 @@ def device(config: Config) -> tuple[str, list[str]]:
     return f"GPU {','.join(shares.learner) or 'none'} for the learner, {' '.join(actors) or 'none'} for the actors", []
 
 
+def compiler(config: Config) -> tuple[str, list[str]]:
+    """The C++ compiler, which compiled layers need on a CPU."""
+    there = shutil.which(cpp_compiler()) or f"no program {cpp_compiler()!r}"
+    return f"{there}, {'' if config.learner.compile_layers else 'not '}used", []
+
+
 def engine(config: Config) -> tuple[str, list[str]]:
     """The engine, and where SGLang is."""
     python = config.engine.python or find_python()
@@ -328,6 +334,7 @@ DETAILS: dict[str, Callable[[Config], tuple[str, list[str]]]] = {
     "algorithm": algorithm,
     "environment": environment,
     "device": device,
+    "compiler": compiler,
     "engine": engine,
     "keys": keys,
     "ports": ports,

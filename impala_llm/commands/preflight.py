@@ -451,9 +451,13 @@ def _device(config: Config) -> list[str]:
     return []
 
 
+def cpp_compiler() -> str:
+    """The program that torch.compile calls on a CPU, for which it writes C++."""
+    return os.environ.get("CXX", "g++")
+
+
 def _compiler(config: Config) -> list[str]:
-    """torch.compile writes C++ for a CPU, and calls the compiler that CXX names."""
-    compiler = os.environ.get("CXX", "g++")
+    compiler = cpp_compiler()
     is_gpu = config.model.device != "cpu" and visible_gpus()
     if not config.learner.compile_layers or is_gpu or shutil.which(compiler):
         return []

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from impala_llm import cli
 from impala_llm.commands import doctor, preflight
-from impala_llm.commands.preflight import unfit_policy
+from impala_llm.commands.preflight import actors_checks, training_checks, unfit_policy
 from impala_llm.config import ConfigError, load, to_yaml
 from impala_llm.pipeline.network.keys import make_keys
 from impala_llm.pipeline.shm import run_directory
@@ -466,3 +466,7 @@ def test_a_target_of_adapters_that_the_model_does_not_have_is_refused(refused: C
 
 def test_an_agent_that_cannot_be_imported_is_refused(refused: Callable[..., str]) -> None:
     assert "agent.name=no_module:agent cannot be imported" in refused("agent.name=no_module:agent", "--dry-run")
+
+
+def test_every_part_that_is_looked_at_before_a_start_has_a_line() -> None:
+    assert {*training_checks(), *actors_checks()} <= set(doctor.DETAILS)
