@@ -61,6 +61,20 @@ def test_fewer_activations_are_kept_the_more_layers_are_checkpointed(tmp_path: P
     assert none > 1.5 * half > 2 * every_layer
 
 
+def test_rows_of_many_lengths_multiply_matrices_of_few_shapes(tmp_path: Path) -> None:
+    """In bfloat16 a CPU's library compiles kernels for each number of rows, and keeps them for good."""
+    model = PolicyModel.from_pretrained(save_lm(tmp_path))
+    model.compute_in("bfloat16")
+    seen: set[int] = set()
+    for module in model.lm.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda _module, _inputs, output: seen.add(output.shape[-2]))
+    for length in range(300, 420):
+        tokens = torch.randint(0, model.vocab_size, (length,))
+        assert len(model.hidden(tokens, torch.arange(length), torch.tensor([length]))) == length
+    assert len(seen) <= 3
+
+
 def test_bfloat16_computes_with_it_over_weights_and_results_in_float32(tmp_path: Path) -> None:
     model = PolicyModel.from_pretrained(save_lm(tmp_path))
     products: set[torch.dtype] = set()

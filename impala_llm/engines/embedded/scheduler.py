@@ -129,7 +129,8 @@ def _decode_only(table: SessionTable, slots: np.ndarray, cached: np.ndarray) -> 
 
 
 def pad_rows(rows: int) -> int:
-    """Round up the number of rows of a batch: oneDNN compiles a kernel for every new number (2 ms)."""
+    """Round up the number of rows of a product: oneDNN compiles kernels for every new number, and keeps them. Forward
+    and backward of a 135 M model in bfloat16 take 10 MB for each: a learner would grow by gigabytes."""
     if rows <= 1:
         return rows
     step = 2 if rows <= 16 else 4 if rows <= 32 else 16 if rows <= 256 else 64

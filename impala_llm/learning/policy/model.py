@@ -26,12 +26,13 @@ from impala_llm.engines.embedded.model_check import (
     row_pairs,
 )
 from impala_llm.engines.embedded.model_weights import checkpoint_tensors
+from impala_llm.engines.embedded.scheduler import pad_rows
 from impala_llm.learning.policy.attention import SEGMENTS, attention_arguments
 from impala_llm.learning.policy.log_probs import token_log_probs
 from impala_llm.learning.policy.lora import without_prefix
 from impala_llm.learning.policy.model_files import VALUE_HEAD_FILE as VALUE_HEAD_FILE
 from impala_llm.learning.policy.model_files import policy_files as policy_files
-from impala_llm.learning.policy.products import give_back_memory
+from impala_llm.learning.policy.products import give_back_memory, uses_onednn
 from impala_llm.pipeline.weights.slots import WEIGHTS_FILE
 
 _LAYERS_BETWEEN = 4
@@ -155,7 +156,14 @@ class PolicyModel(nn.Module):
         Args:
             tokens: int64[M]. position_ids: int64[M], from 0 in each context. lengths: int64[C] of these, sum M.
         """
-        hidden: Tensor = self(tokens, position_ids, lengths)[0]
+        num_tokens = len(tokens)
+        if tokens.device.type == "cpu" and uses_onednn(self._dtype):
+            num_more = pad_rows(num_tokens) - num_tokens
+            if num_more:  # as a row of its own, at the end
+                more = torch.arange(num_more)
+                tokens, position_ids = torch.cat([tokens, torch.zeros_like(more)]), torch.cat([position_ids, more])
+                lengths = torch.cat([lengths, lengths.new_tensor([num_more])])
+        hidden: Tensor = self(tokens, position_ids, lengths)[0, :num_tokens]
         return hidden
 
     def forward(self, tokens: Tensor, position_ids: Tensor, lengths: Tensor) -> Tensor:

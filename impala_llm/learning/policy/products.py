@@ -31,6 +31,16 @@ def prepare_cpu(num_threads: int) -> None:
         products.fp32_precision = before
 
 
+def uses_onednn(precision: torch.dtype | None) -> bool:
+    """Whether a CPU multiplies matrices by oneDNN: those in bfloat16, and in float32 where `prepare_cpu` chose it.
+
+    Args:
+        precision: of the products; None: float32.
+    """
+    mkldnn: Any = torch.backends.mkldnn
+    return precision == torch.bfloat16 or bool(mkldnn.matmul.fp32_precision == "bf16")
+
+
 def give_back_memory() -> None:
     """Have glibc give all memory that is free at this moment back to the system; elsewhere nothing happens.
 
