@@ -1,15 +1,17 @@
 #!/usr/bin/env python
 """Turn runs of experiment=smollm2 and evaluations of their policies into the data and tables under docs/results/.
 
-    python tools/smollm2_results.py --runs outputs/smollm2-0 --evaluations outputs/smollm2-0/evaluation-*.json
+    python tools/smollm2_results.py --kept fifth-lora --runs outputs/smollm2-1 \
+        --evaluations outputs/smollm2-1/evaluation-*.json
 
-Needs the extra `plots`. Each run gives docs/results/smollm2/<run>.csv (a row an update) and <run>.yaml (settings), all
-runs together curve.png. Evaluations are what `impala-llm evaluate --json evaluation.start=DIRECTORY` prints, in the
+Needs the extra `plots`. Each run gives docs/results/smollm2/<run>.csv (a row an update) and <run>.yaml (settings);
+these runs, and those whose <run>.csv is kept from before, together give curve.png. Evaluations are what `impala-llm evaluate --json evaluation.start=DIRECTORY` prints, in the
 folder of the run that they are of: each is kept as <run>-<name>.json, the table of all policies is printed, and the
 paired difference of each trained policy to the one that it began as.
 """
 
 import argparse
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -19,6 +21,13 @@ import quickstart_results as curves
 from impala_llm.evaluate import short_label
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "results" / "smollm2"
+
+
+def read_csv(path: Path) -> list[dict]:
+    """What `write_csv` of quickstart_results.py has written, a dictionary an update, without the gaps."""
+    with path.open(newline="") as lines:
+        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(lines)]
+    return [{**row, "time_s": row["seconds"]} for row in rows]
 
 
 def interval(result: dict, name: str) -> str:
@@ -59,18 +68,18 @@ def row(r: dict, run: str, before: dict | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, nargs="+", required=True, help="folders of runs (run.dir)")
+    parser.add_argument("--runs", type=Path, nargs="*", default=[], help="folders of runs (run.dir)")
+    parser.add_argument("--kept", nargs="*", default=[], help="runs of before that the picture shows too")
     parser.add_argument("--evaluations", type=Path, nargs="*", default=[], help="JSON of impala-llm evaluate")
     parser.add_argument("--start", default="before", help="label of the warm start in them")
     args = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
-    steps = {}
     for run in args.runs:
         lines = (run / "tensorboard" / "metrics.jsonl").read_text().splitlines()
-        steps[run.name] = [json.loads(line) for line in lines]
-        curves.write_csv(steps[run.name], OUT / f"{run.name}.csv")
+        curves.write_csv([json.loads(line) for line in lines], OUT / f"{run.name}.csv")
         shutil.copy(run / "config.yaml", OUT / f"{run.name}.yaml")
-    curves.plot(steps, OUT / "curve.png")
+    names = [*args.kept, *(run.name for run in args.runs)]
+    curves.plot({name: read_csv(OUT / f"{name}.csv") for name in names}, OUT / "curve.png")
     evaluations: dict[str, list[dict]] = {}
     for path in args.evaluations:
         run, rows = path.absolute().parent.name, json.loads(path.read_text())
