@@ -186,7 +186,7 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
                 _show(learner, view)
                 for actor in actors:
                     actor.receive()  # discarded: the learner reports what actors do
-                if not all([keep_alive(actor, final) or actor.poll() != BAD_SETTINGS for actor in actors]):
+                if any([not _keep_actor(actor, final) and _has_bad_settings(actor) for actor in actors]):
                     break
                 time.sleep(POLL_S)
         finally:
@@ -201,7 +201,7 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
         say(f"the run was interrupted by {signal_name(stop_signal())}{at}{onward}")
         return 128 + stop_signal()
     # An actor has found settings that will fail again: all actors have the same ones.
-    unfit = [child for child in children if child.poll() == BAD_SETTINGS]
+    unfit = [child for child in children if _has_bad_settings(child)]
     if unfit:
         say(f"the run has ended{unfit[0].last_log_line()}")
         return BAD_SETTINGS
@@ -210,6 +210,16 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
     if code not in (STOPPED, NOT_SAVED):
         say(f"the learner has ended ({exit_reason(code)}){learner.last_log_line()}")
     return code if code >= 0 else 128 - code
+
+
+def _keep_actor(actor: Child, final: Sequence[int]) -> bool:
+    """`keep_alive`, where settings with which it has played are known to work: what fails now may be back later."""
+    return keep_alive(actor, final, unless_worked=(BAD_SETTINGS,))
+
+
+def _has_bad_settings(child: Child) -> bool:
+    """Whether it has ended since its settings will fail again."""
+    return child.poll() == BAD_SETTINGS and not (child.restart_at or child.is_given_up)
 
 
 def how_to_join(config: Config) -> str:
@@ -254,7 +264,7 @@ def _supervise_actors(config: Config, overrides: Sequence[str], indices: Sequenc
                 actor.start()
             while not stop_signal():
                 final = (STOPPED, LEARNER_GONE, BAD_SETTINGS)
-                if not any([keep_alive(actor, final) for actor in actors]):
+                if not any([_keep_actor(actor, final) for actor in actors]):
                     break
                 view.status(_actors_status(actors, at_play) or waiting)
                 time.sleep(POLL_S)

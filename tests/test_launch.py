@@ -241,6 +241,20 @@ def test_one_that_has_made_progress_starts_quickly_again() -> None:
     assert actor.restart_at == clock.now + 1.0
 
 
+def test_settings_with_which_an_actor_has_played_are_known_to_work() -> None:
+    """An environment that is away for a minute ends the actor that has met it, and not the run."""
+    clock = PlayedClock()
+    unfit, actor = PlayedChild(2, clock), PlayedChild(2, clock)
+    assert not keep_alive(unfit, final=(0, 2), unless_worked=(2,))
+    actor.worked = True
+    for _ in range(3):  # also where the next attempts play nothing
+        assert keep_alive(actor, final=(0, 2), unless_worked=(2,))
+        actor.worked = False
+        clock.now = actor.restart_at
+        assert keep_alive(actor, final=(0, 2), unless_worked=(2,))
+    assert actor.starts == 3
+
+
 def test_no_signal_goes_to_the_number_of_a_process_that_ended_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be that of another program by then."""
     signalled: list[int] = []

@@ -18,6 +18,7 @@ from impala_llm.evaluation.schedule import Best, EvaluationSchedule
 from impala_llm.learning.checkpoints.policy_folders import CANDIDATE, SCORE_FILE, replace_folder
 from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.observability.metrics import MetricLog
+from impala_llm.pipeline.transport.active_clock import ActiveClock
 from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.processes.supervised import say
 from impala_llm.settings import EvaluationConfig
@@ -268,14 +269,14 @@ class EvaluationRounds:
             Whether none is under way and no process was told to stop; whether one was. The same on all ranks.
         """
         # Its own time begins when an actor has the first task, if any comes for one.
-        now = time.monotonic()
-        until, leaves_at = now + self._config.run_timeout_s + DEAL_GRACE_S, now + DEAL_GRACE_S
+        clock = ActiveClock(monotonic=time.monotonic)  # a process that was stopped has not waited
+        until, leaves_at = self._config.run_timeout_s + DEAL_GRACE_S, DEAL_GRACE_S
         is_said = is_under_way = is_awaited = False
         while True:
             is_told = is_told_to_stop()  # first: it may raise, and then nothing is kept
             if self._evaluation is not None:
                 self._collect(self._evaluation, version, update)
-                now = time.monotonic()
+                now = clock.tick()
                 if self._evaluation.has_actors:
                     leaves_at = now + DEAL_GRACE_S  # one that was lost may be started again
                 is_under_way = self._evaluation.is_under_way

@@ -21,6 +21,7 @@ from impala_llm.config import ConfigError
 from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.pipeline.shm.record import decode_record, record_bytes
 from impala_llm.pipeline.tickets.curriculum import Curriculum
+from impala_llm.pipeline.transport.active_clock import ActiveClock
 from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.replay import (
     EvictedItem,
@@ -160,13 +161,13 @@ class BatchSource:
             Stalled: after `learner.stall_timeout_s` with an actor; those that are still to come are waited for.
             ReceiverError: the receiver has died.
         """
-        now, waited_s = time.monotonic(), 0.0
+        clock, waited_s = ActiveClock(), 0.0  # a learner that was stopped has not waited
         batch = self.batch_at_hand(version)
         while batch is None:
-            before, now = now, time.monotonic()
-            if now >= until:
+            if time.monotonic() >= until:
                 return None
-            waited_s += (now - before) * (self._receiver.counters()["actors"] > 0)
+            before = clock.now
+            waited_s += (clock.tick() - before) * (self._receiver.counters()["actors"] > 0)
             if waited_s > self._stall_timeout_s:
                 raise Stalled(
                     f"no batch for {self._stall_timeout_s:g} s (learner.stall_timeout_s): {self._missing()}, "
@@ -216,7 +217,7 @@ class BatchSource:
                 complete.append(group.trajectories)
         for group_id, present in self._groups.open_groups().items():
             if present + self._receiver.lost_members(group_id) >= self._group_size:
-                group, dropped = self._groups.close_short(group_id)
+                group, dropped = self._groups.close_short(group_id, is_over=True)
                 late.extend(dropped)
                 if group is not None:
                     complete.append(group.trajectories)

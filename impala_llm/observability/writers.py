@@ -130,7 +130,7 @@ class MetricWriter:
         now = time.time()
         for name, writer in list(self._writers.items()):
             try:
-                writer.write(step, metrics, now)
+                writer.write(step, dict(metrics), now)  # a copy: it may change it
             except Exception as error:  # a writer is other people's code
                 self._leave_out(name, f"at step {step}", error)
             else:
@@ -218,17 +218,21 @@ def last_step(directory: Path) -> int | None:
 
 def _steps(path: Path) -> Iterator[tuple[int, bytes]]:
     """Steps of a JSONL file, each with its line. Lines that are not whole are passed over."""
-    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            yield int(json.loads(line)["step"]), line
+    if not path.is_file():
+        return
+    with path.open("rb") as lines:
+        for line in lines:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                yield int(json.loads(line)["step"]), line
 
 
 def _cut(path: Path, after: int) -> None:
     """Remove the lines of later steps from a JSONL file, in place: a disk that is full has no room for another."""
     if path.is_file():
-        kept = b"".join(line for step, line in _steps(path) if step <= after)
         with path.open("r+b") as file:
-            file.write(kept)
+            for step, line in _steps(path):
+                if step <= after:
+                    file.write(line)  # never beyond what was read
             file.truncate()
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -99,6 +99,8 @@ class Child:
     pipe: int | None = None
     """Descriptor from which its progress and its messages are read: see processes/supervised.py."""
     worked: bool = False
+    has_ever_worked: bool = False
+    """Whether it made progress at any start before the last one that ended."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     saving: bool = False
     """The process's last word on whether it saves, see `is_saving`."""
@@ -240,12 +242,15 @@ def exit_reason(code: int) -> str:
     return f"exit code {code}"
 
 
-def keep_alive(child: Child, final: Sequence[int], most: int = MAX_RESTARTS) -> bool:
+def keep_alive(
+    child: Child, final: Sequence[int], most: int = MAX_RESTARTS, unless_worked: Collection[int] = ()
+) -> bool:
     """Restart a dead child after its back-off.
 
     Args:
         final: exit codes after which it is not restarted.
         most: restarts without progress in between.
+        unless_worked: those of `final` after which a child that has made progress before is restarted all the same.
 
     Returns:
         False where it has ended: with a final code, or after `most` restarts.
@@ -255,11 +260,11 @@ def keep_alive(child: Child, final: Sequence[int], most: int = MAX_RESTARTS) -> 
         return True
     now = child.clock()
     if child.restart_at == 0.0:
-        if code in final or child.is_given_up:
+        if child.has_worked():
+            child.restarts, child.has_ever_worked = 0, True  # not a crash loop
+        if child.is_given_up or (code in final and not (code in unless_worked and child.has_ever_worked)):
             return False
         _signal_groups(child.processes, signal.SIGKILL)  # the other ranks, and what is left of its group
-        if child.has_worked():
-            child.restarts = 0  # not a crash loop
         if child.restarts >= most:
             child.is_given_up = True
             return False

@@ -67,14 +67,18 @@ class GroupAssembler:
         del self._open[group_id]
         return _freeze(group_id, members)
 
-    def close_short(self, group_id: int) -> tuple[Group | None, tuple[Trajectory, ...]]:
+    def close_short(self, group_id: int, is_over: bool = False) -> tuple[Group | None, tuple[Trajectory, ...]]:
         """End a group that can never be complete, because a member was lost.
+
+        Args:
+            is_over: no member can come any more, so that the group need not be remembered.
 
         Returns:
             (group, ()) with at least two members; else (None, dropped): a single one has no other to be compared with.
         """
         members = self._open.pop(group_id, {})
-        self._closed_short.add(group_id)
+        if not is_over:
+            self._closed_short.add(group_id)
         if len(members) >= 2:
             return _freeze(group_id, members), ()
         return None, tuple(members.values())

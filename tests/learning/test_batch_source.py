@@ -229,6 +229,20 @@ def test_no_batch_for_too_long_says_what_there_was() -> None:
         source.next_batch(version=0)
 
 
+def test_a_learner_that_was_stopped_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGSTOP, or a laptop that sleeps, while it waits."""
+    source, receiver = make_source(stall_timeout_s=60.0)
+    now, jumps = [100.0], iter([3600.0])
+    monkeypatch.setattr("impala_llm.pipeline.transport.active_clock.time.monotonic", lambda: now[0])
+
+    def wait(said: str) -> None:
+        if (jump := next(jumps, 0.0)) == 0.0:
+            receiver.arriving = members(0) + members(1)
+        now[0] += jump
+
+    assert source.next_batch(version=0, on_wait=wait) is not None
+
+
 def test_actors_that_are_still_to_come_are_waited_for() -> None:
     """Those of a partition that preempts come back after hours."""
     source, receiver = make_source(stall_timeout_s=0.0)

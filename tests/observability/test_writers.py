@@ -124,6 +124,10 @@ class LoggedOut(Scores):
     def __init__(self, directory):
         raise RuntimeError("log in first")
 
+class InPercent(Named):
+    def write(self, step, metrics, time_s):
+        metrics["rollout/score"] *= 100
+
 class Timeless(Scores):
     def write(self, step, metrics):
         pass
@@ -146,6 +150,14 @@ def test_a_writer_of_the_users_own_gets_the_same_numbers(own: Path) -> None:
     assert (own / "run" / "scores.txt").read_text() == "7 0.5\nclosed\n"
     assert read_lines(own / "run")[0]["rollout/score"] == 0.5
     assert not list((own / "run").glob("events.*"))
+
+
+def test_a_writer_that_changes_what_it_gets_changes_it_for_itself(own: Path) -> None:
+    metrics = {"rollout/score": 0.5}
+    with MetricWriter(own / "run", ["my_writers:InPercent", "my_writers:Scores"]) as writer:
+        writer.write(7, metrics)
+    assert (own / "run" / "scores.txt").read_text() == "7 0.5\nclosed\n"
+    assert metrics == {"rollout/score": 0.5}
 
 
 def test_the_comparison_at_the_end_of_a_run_reaches_every_writer(own: Path) -> None:

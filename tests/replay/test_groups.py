@@ -68,3 +68,9 @@ def test_which_groups_were_closed_short_is_remembered() -> None:
 def test_impossible_sizes_are_named() -> None:
     with pytest.raises(ValueError, match="group_size is 0"):
         GroupAssembler(0)
+
+
+def test_a_group_of_which_nobody_can_come_any_more_is_forgotten() -> None:
+    groups = GroupAssembler(2)
+    groups.close_short(1, is_over=True)
+    assert not groups.is_closed(1) and groups.state_dict() == {"closed_short": [], "open": []}

@@ -1,6 +1,8 @@
 """Granting: decides which actor gets which ticket next. For callers that hold the ledger's lock.
 
-Invariant: a suspect (see quarantine.py) is granted only to an actor that has no other suspect. The time of a call of
+Invariants: a suspect (see quarantine.py) is granted only to an actor that has no other suspect, and a ticket whose
+attempt failed not to the same actor again while there is another: an actor whose attempts fail at once has the fewest
+tickets, so it would be granted all of them until their attempts are used up. The time of a call of
 `fill_levels` depends on the number of actors whose tickets or levels have changed, not on the number of actors.
 """
 
@@ -85,6 +87,11 @@ class Granting:
             table.start_group()
         suspects = deque(ticket_id for ticket_id in table.ready if self._is_suspect(ticket_id))
         ticket_ids = [ticket_id for ticket_id in table.ready if not self._is_suspect(ticket_id)]
+        retried = [ticket_id for ticket_id in ticket_ids if table.entries[ticket_id].failed_by in self._wants]
+        if len(actors) > 1:
+            ticket_ids = [ticket_id for ticket_id in ticket_ids if ticket_id not in retried]
+        else:
+            retried = []
         table.ready.clear()
         units: list[list[int]] = []
         for ticket_id in ticket_ids:
@@ -104,6 +111,10 @@ class Granting:
                 share.append(table.open(suspects.popleft(), actor))
             if share:
                 grants.append((actor, share))
+        for ticket_id in retried:
+            others = [actor for actor in actors if actor != table.entries[ticket_id].failed_by]
+            actor = min(others, key=lambda actor: len(open_at[actor]))
+            grants.append((actor, [table.open(ticket_id, actor)]))
         table.ready += suspects
         return grants
 
@@ -125,7 +136,7 @@ class Granting:
                     table.start_group()
                     ticket_id = self._take_ready(actor)
                 if ticket_id is None:
-                    blocked.append(actor)  # ready tickets wait for an actor without a suspect
+                    blocked.append(actor)  # ready tickets wait for an actor without a suspect, or another one
                     break
                 shares.setdefault(actor, []).append(table.open(ticket_id, actor))
             else:
@@ -169,10 +180,16 @@ class Granting:
         """Take the first of the ready tickets that this actor may have."""
         ready = self._table.ready
         for index, ticket_id in enumerate(ready):
-            if not self._is_suspect(ticket_id) or not any(map(self._is_suspect, self._table.open_at[actor])):
+            if self._may_have(actor, ticket_id):
                 del ready[index]
                 return ticket_id
         return None
+
+    def _may_have(self, actor: str, ticket_id: int) -> bool:
+        has_failed = self._table.entries[ticket_id].failed_by == actor
+        if has_failed and any(want for other, want in self._wants.items() if other != actor):
+            return False
+        return not self._is_suspect(ticket_id) or not any(map(self._is_suspect, self._table.open_at[actor]))
 
     def _is_suspect(self, ticket_id: int) -> bool:
         return is_suspect(self._table.entries[ticket_id])

@@ -231,6 +231,7 @@ class TicketLedger:
                 return
             self._table.totals["failed"] += 1
             entry.attempts += entry.episode_id is None
+            entry.failed_by = actor_id
             if entry.episode_id is not None:
                 self._table.leave_queue_or_actor(entry)
                 self._table.cut(entry)

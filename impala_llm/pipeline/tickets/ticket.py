@@ -72,6 +72,8 @@ class LedgerEntry:
     """Version of the step that trained on it, 0 before; the step counts when that version is published."""
     parts: Unrolls | None = None
     """None while there is only one unroll, the first and last."""
+    failed_by: str | None = None
+    """Last actor whose attempt failed: another one tries next, where there is one."""
     losses: int = 0
     """Number of actors that were lost while they had it."""
     lost_by: str | None = None

@@ -18,7 +18,7 @@ class ActiveClock:
         monotonic: source of real time, in seconds.
     """
 
-    def __init__(self, max_gap_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, max_gap_s: float = 1.0, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._max_gap_s = max_gap_s
         self._monotonic = monotonic
         self._last_tick = monotonic()

@@ -52,6 +52,8 @@ class EvaluationTasks(Generic[Actor]):
         self._at: dict[Actor, dict[int, None]] = {}
         """Tasks of each actor that has any, in the order in which they were dealt."""
         self._attempts: Counter[int] = Counter()
+        self._failed_at: dict[int, set[Actor]] = {}
+        """By task, actors whose attempts failed: others try next, where there are any."""
         self._results: dict[int, EvaluationResult] = {}
         self._told: dict[Actor, tuple[EvaluationGrant | None, float]] = {}
         """Last grant to each actor, with its time; actors whose last grant was empty are left out."""
@@ -92,6 +94,7 @@ class EvaluationTasks(Generic[Actor]):
             self._timeout_s = timeout_s
             self._waiting = deque(self._order)
             self._attempts.clear()
+            self._failed_at.clear()
             self._results = {}
             self._began_at = None
             self._is_under_way = self._has_changed = True
@@ -114,14 +117,23 @@ class EvaluationTasks(Generic[Actor]):
                 for task_id in self._at.pop(actor):
                     self._try_again(task_id)
             below = [actor for actor, want in wants.items() if want > len(self._at.get(actor, ()))]
+            kept: list[int] = []
             while self._waiting and below:
-                actor = min(below, key=lambda actor: len(self._at.get(actor, ())))
+                task_id = self._waiting.popleft()
+                # An actor whose attempts fail at once has the fewest tasks: it would use up the attempts of all.
+                failed = self._failed_at.get(task_id, set())
+                fit = [actor for actor in below if actor not in failed]
+                if not fit and any(want and actor not in failed for actor, want in wants.items()):
+                    kept.append(task_id)
+                    continue
+                actor = min(fit or below, key=lambda actor: len(self._at.get(actor, ())))
                 tasks = self._at.setdefault(actor, {})
-                tasks[self._waiting.popleft()] = None
+                tasks[task_id] = None
                 if len(tasks) >= wants[actor]:
                     below.remove(actor)
                 if self._began_at is None:
                     self._began_at = now
+            self._waiting.extendleft(reversed(kept))
             return self._to_tell(wants, now)
 
     def answered(self, actor: Actor, result: EvaluationResult) -> bool:
@@ -188,6 +200,7 @@ class EvaluationTasks(Generic[Actor]):
         """Queue a task again after an actor failed at it."""
         # If the same actor gets the task again, its grant equals the last one: forget that one, so that it is sent.
         self._told[actor] = None, self._told[actor][1]
+        self._failed_at.setdefault(task_id, set()).add(actor)
         self._try_again(task_id)
 
     def _try_again(self, task_id: int) -> None:

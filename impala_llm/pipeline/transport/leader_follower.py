@@ -58,7 +58,8 @@ class LeaderFollower:
                 serve(self._idle_s)
                 if self._client_leads:
                     self._follow()
-                    serve(0.0)  # `wake` has written nothing meanwhile
+                    if not self._stopping:  # after an interrupted turn there is no other: its state is not known
+                        serve(0.0)  # `wake` has written nothing meanwhile
         finally:
             self.stop()
 

@@ -10,6 +10,7 @@ import zmq
 
 _log = logging.getLogger(__name__)
 _JOIN_S = 10.0
+_PAUSE_S = 1.0
 
 
 class RelayThread(ABC):
@@ -38,7 +39,13 @@ class RelayThread(ABC):
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                self._work()
+                try:
+                    self._work()
+                except zmq.ContextTerminated:
+                    raise
+                except zmq.ZMQError as error:  # such as too many open files, which may be over in a moment
+                    _log.warning("the %s fails, and tries again: %s", self._thread.name, error)
+                    self._stop.wait(_PAUSE_S)
         except zmq.ContextTerminated:
             _log.info("the %s ends with its context", self._thread.name)
         finally:

@@ -226,6 +226,24 @@ def test_failures_are_granted_again_until_the_group_is_closed_short() -> None:
     assert (counters["failed"], counters["given_up"], counters["refused"], counters["trained"]) == (2, 1, 1, 3)
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_what_failed_at_one_actor_is_tried_by_another(max_staleness: int) -> None:
+    """The actor that fails at once has the fewest tickets: it would use up the attempts of all."""
+    ledger = make_ledger(4, max_staleness, max_open=4)
+    ledger.request("bad", 2)
+    ledger.request("good", 3)
+    granted = grant(ledger)
+    for ticket in granted["bad"]:
+        ledger.failed(ticket.ticket_id, "bad")
+    receive(ledger, granted["good"][:1])
+    again = grant(ledger)
+    assert set(ids(again["good"])) <= set(ids(granted["bad"]))
+    assert not set(ids(again.get("bad", []))) & set(ids(granted["bad"]))
+    ledger.actor_lost("good")
+    rest = grant(ledger)  # nobody else is left
+    assert set(ids(granted["bad"])) & set(ids(rest["bad"]))
+
+
 def test_a_trajectory_must_be_what_its_ticket_was_granted_for() -> None:
     ledger = make_ledger()
     ledger.advance(7)

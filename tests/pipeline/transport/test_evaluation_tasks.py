@@ -104,6 +104,18 @@ def test_a_task_that_fails_again_and_again_is_given_up() -> None:
     assert tasks.ended(9.0) == Evaluation(3, 2, (result(1),), 9.0)
 
 
+def test_a_task_that_failed_at_one_actor_is_tried_by_another() -> None:
+    """Also where the other one has all that it wants for now."""
+    tasks = begun(num_tasks=3)
+    wants = {"bad": 1, "good": 2}
+    dealt = of(tasks.deal(wants, 0.0))
+    (task_id,) = dealt["bad"]
+    assert tasks.failed("bad", EvaluationFailed(ID, task_id, "broken"))
+    assert of(tasks.deal(wants, 1.0)) == {"bad": ()}
+    assert tasks.answered("good", result(dealt["good"][0]))
+    assert of(tasks.deal(wants, 2.0)) == {"good": (dealt["good"][1], task_id)}
+
+
 def test_a_task_that_ends_its_actors_is_given_up() -> None:
     tasks = begun(1)
     for number in range(MAX_ATTEMPTS):

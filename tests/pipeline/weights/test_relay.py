@@ -201,6 +201,24 @@ def test_a_relay_works_in_a_thread(host: Host, monkeypatch: pytest.MonkeyPatch) 
     host.assert_has(0)
 
 
+def test_a_relay_that_finds_no_file_descriptor_tries_again(host: Host) -> None:
+    host.publisher.publish(make_tensors(0), 0)
+    failures = iter([zmq.ZMQError(errno.EMFILE)])
+
+    def connect() -> object:
+        if (failure := next(failures, None)) is not None:
+            raise failure
+        return host.connect()
+
+    relay = host.relay(connect)
+    relay.start()
+    deadline = time.monotonic() + 20
+    while host.here.latest() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    relay.close()
+    host.assert_has(0)
+
+
 def test_after_a_cut_the_fetching_goes_on_at_the_missing_chunk(host: Host) -> None:
     host.publisher.publish(make_tensors(0), 0)
     cables = iter([Cable(host.connect(), cut_after(7))])
