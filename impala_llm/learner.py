@@ -121,9 +121,9 @@ class Learner:
         self.endpoint = stack.enter_context(LearnerEndpoint(config, *rank, self.files, start.take_over, start.run_id))
         self.owner.on_taken = self.endpoint.run_dir.release  # where another has gone on, what lies here is stale
         stack.enter_context(self.owner)
-        self.checkpointer = Checkpointer(
-            self.run_folder, config.learner.checkpoints_kept, ranks.process, ranks.world_size, ranks.num_processes
-        )
+        writers = ranks.process, ranks.world_size, ranks.num_processes
+        kept = config.learner.checkpoints_kept
+        self.checkpointer = Checkpointer(self.run_folder, kept, *writers, self.owner.is_taken)
         if ranks.is_main:
             self.checkpointer.begin()
         origin = find_origin(self.run_folder, self.endpoint.newest_weights(), self.checkpointer.versions, ranks)

@@ -471,7 +471,7 @@ class LearnerConfig:
     checkpoints_kept: int = bounded(2, least=0)
     """Checkpoints that stay on the disk, the newest ones, and beside them the best by evaluation. 0: none is written,
     and a run that has ended cannot go on."""
-    stall_timeout_s: float = bounded(600.0, least=1)
+    stall_timeout_s: float = bounded(600.0, least=1, most=1e6)
     """The learner ends with an error when no batch came together for so long. Time in which it has no actor does not
     count: they may be started, and come back, at any time."""
 

@@ -5,9 +5,10 @@
         --evaluations outputs/smollm2-1/evaluation-*.json
 
 Needs the extra `plots`. Each run gives docs/results/smollm2/<run>.csv (a row an update) and <run>.yaml (settings);
-these runs, and those whose <run>.csv is kept from before, together give curve.png. Evaluations are what `impala-llm evaluate --json evaluation.start=DIRECTORY` prints, in the
-folder of the run that they are of: each is kept as <run>-<name>.json, the table of all policies is printed, and the
-paired difference of each trained policy to the one that it began as.
+these runs, and those whose <run>.csv is kept from before, together give curve.png. Evaluations are what `impala-llm
+evaluate --json evaluation.start=DIRECTORY` prints, in the folder of the run that they are of: each is kept as
+<run>-<name>.json, the table of all policies is printed, and the paired difference of each trained policy to the one
+that it began as.
 """
 
 import argparse

@@ -223,9 +223,10 @@ class Child:
         with self.log.open("rb") as log:
             log.seek(max(self.log_begin, self.log.stat().st_size - LOG_END))
             lines = log.read().decode(errors="replace").splitlines()
-        said = [line.strip() for line in lines if line.strip() and not PROGRESS_BAR.search(line)]
+        texts = [STAMP.sub("", line.strip() + " ", count=1).strip() for line in lines if not PROGRESS_BAR.search(line)]
+        said = [text for text in texts if text]
         begin = "; the last line of its log" if (self.poll() or 0) < 0 else ""
-        return f"{begin}: {STAMP.sub('', said[-1], count=1)} (more in {self.log})" if said else ""
+        return f"{begin}: {said[-1]} (more in {self.log})" if said else ""
 
 
 def _parse_number(text: str) -> int:

@@ -1,10 +1,13 @@
 """Where torch.compile keeps what it has compiled: a folder into which only this user can put code."""
 
 import os
+import struct
 import sys
 import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
+
+import psutil
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -22,6 +25,27 @@ def keep_compiled_code(otherwise: Path, environment: MutableMapping[str, str] = 
     of_torch = f"{tempfile.gettempdir()}/torchinductor_"
     if environment.get(VARIABLE, of_torch).startswith(of_torch):
         environment[VARIABLE] = str(_lasting() or otherwise.absolute())
+    _remove_unfinished(Path(environment[VARIABLE]))
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove libraries whose compiler was killed: torch loads what is there, and fails at each start from then on."""
+    for path in [path for path in folder.rglob("*.so") if not _is_whole(path)]:
+        # Unless another run's compiler is at it.
+        if not any(
+            str(path) in word for each in psutil.process_iter(["cmdline"]) for word in each.info["cmdline"] or ()
+        ):
+            path.unlink(missing_ok=True)
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a file has all that its ELF header names: the table of sections is the last part (elf(5))."""
+    with library.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64 or header[:4] != b"\x7fELF":
+        return bool(header)  # of another system
+    begin, size, number = struct.unpack_from("<40xQ10xHH", header)
+    return bool(begin + size * number <= library.stat().st_size)
 
 
 def _lasting() -> Path | None:

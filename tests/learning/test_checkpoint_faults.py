@@ -39,6 +39,25 @@ def test_what_other_ranks_have_left_of_a_checkpoint_that_failed_makes_room_for_t
     assert names(tmp_path) == ["update-000004"]
 
 
+def test_a_learner_whose_folder_was_taken_amid_a_checkpoint_leaves_the_others_alone(
+    tmp_path: Path, policy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one that was frozen: its successor has written this update, and is at the next."""
+    model, optimizer = make(policy)
+    looks = iter([False])  # when it began
+    frozen = Checkpointer(tmp_path, 2, is_taken=lambda: next(looks, True))
+    write(tmp_path, policy, 3)
+    manifest = tmp_path / "checkpoints" / "update-000003" / "manifest.json"
+    written = manifest.stat().st_ino
+    assert frozen.save(make_state(3, model, optimizer, policy)) and not frozen.wait()
+    assert manifest.stat().st_ino == written
+    begun = tmp_path / "checkpoints" / "update-000004.new"
+    begun.mkdir()
+    assert frozen.save(make_state(4, model, optimizer, policy)) and not frozen.wait()
+    assert begun.is_dir()
+    assert "another learner has taken the run's folder" in capsys.readouterr().out
+
+
 def test_an_old_checkpoint_that_cannot_be_removed_is_said_and_the_new_one_counts(
     tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgpack
 import pytest
+
+from impala_llm.processes.compiled_code import keep_compiled_code
 
 SHOWS = """
 import os
@@ -25,6 +28,26 @@ def found(home: Path, otherwise: Path, **given: str) -> Path:
     environment |= {"HOME": str(home), **given}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     return Path(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads ELF headers")
+def test_a_library_whose_compiler_was_killed_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would load it at each later start, and fail."""
+    folder = tmp_path / ".cache" / "impala_llm" / "inductor" / "ab"
+    folder.mkdir(parents=True)
+    whole = Path(msgpack._cmsgpack.__file__).read_bytes()
+    for name, content in {"whole": whole, "empty": b"", "cut": whole[:-100], "at_work": b""}.items():
+        (folder / f"{name}.so").write_bytes(content)
+    compiler = "import sys; print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", compiler, "-o", str(folder / "at_work.so")]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        keep_compiled_code(tmp_path / "run", {})
+        assert {path.stem for path in folder.iterdir()} == {"whole", "at_work"}
+        other.communicate()
+    keep_compiled_code(tmp_path / "run", {})
+    assert {path.stem for path in folder.iterdir()} == {"whole"}
 
 
 @pytest.mark.system

@@ -9,8 +9,9 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from impala_llm.learning.checkpoints.arrays import unpack
 from impala_llm.learning.checkpoints.files import CheckpointError, CheckpointManifest
-from impala_llm.learning.checkpoints.writer import learned, offsets_of, unpack
+from impala_llm.learning.checkpoints.writer import learned, offsets_of
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.pipeline.shm.record import RecordError, decode_record

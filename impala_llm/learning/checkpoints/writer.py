@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgpack
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from impala_llm.engines.embedded.model_weights import SAFETENSORS_NAMES
+from impala_llm.learning.checkpoints.arrays import pack
 from impala_llm.learning.checkpoints.files import (
     FOLDER,
     MANIFEST,
@@ -61,8 +61,6 @@ from impala_llm.processes.supervised import say
 _log = logging.getLogger(__name__)
 POLICY = "policy"
 _WEIGHTS = f"{POLICY}/model.safetensors"
-_ARRAY = 1
-"""Code of an array in msgpack."""
 _RANKS_TIMEOUT_S = 120.0
 """Seconds that rank 0 waits for what the others write."""
 _POLL_S = 0.02
@@ -144,11 +142,19 @@ class Checkpointer:
         num_kept: newest checkpoints that stay; 0: none is written.
         rank: of this process; from `num_ranks` on it shares one with another process.
         num_processes: that write; None: one for each rank.
+        is_taken: whether another learner has the folder by now: then nothing is written there any more.
     """
 
     def __init__(
-        self, run_folder: Path, num_kept: int, rank: int = 0, num_ranks: int = 1, num_processes: int | None = None
+        self,
+        run_folder: Path,
+        num_kept: int,
+        rank: int = 0,
+        num_ranks: int = 1,
+        num_processes: int | None = None,
+        is_taken: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._is_taken = is_taken
         self._run_folder, self._num_kept = run_folder, num_kept
         self._folder = run_folder / FOLDER
         self._rank, self._num_ranks, self._num_processes = rank, num_ranks, num_processes or num_ranks
@@ -266,6 +272,7 @@ class Checkpointer:
                 copied = _Copied(state)
             finally:
                 self._is_copied.set()
+            self._check_owner()
             if self._rank == 0:
                 # Parts that other ranks have written of a checkpoint that failed.
                 remove_unfinished(self._run_folder, but=aside)
@@ -276,7 +283,7 @@ class Checkpointer:
                 self._finish(state, mine, aside, target)
             self._is_written = True
         except Exception as error:  # a full disk, as a rule; whatever it is, the run goes on
-            if self._rank == 0:
+            if self._rank == 0 and not self._is_taken():
                 shutil.rmtree(aside, ignore_errors=True)
             reason = " ".join((error.strerror if isinstance(error, OSError) and error.strerror else str(error)).split())
             kept = next((path.name for path in folders_of(self._run_folder)), None)
@@ -312,7 +319,7 @@ class Checkpointer:
             written.tensors[name] = [Part(file, key, offsets)]
         written.files[f"{prefix}.records"] = write_file(aside / f"{prefix}.records", copied.records.values())
         index = [[number, len(record)] for number, record in copied.records.items()]
-        packed = msgpack.packb({**state.plain, "records": index}, default=_pack)
+        packed = msgpack.packb({**state.plain, "records": index}, default=pack)
         written.files[f"{prefix}.msgpack"] = write_file(aside / f"{prefix}.msgpack", [packed])
         if self._rank:
             write_file(aside / f"{prefix}.json", [written.to_bytes()])
@@ -337,6 +344,7 @@ class Checkpointer:
             if folder.is_dir():
                 sync(folder)
         # Of the same update there is one where a learner has gone on from it and ended at once.
+        self._check_owner()
         replaced = target.with_name(target.name + REPLACED)
         if target.exists():
             target.rename(replaced)
@@ -348,6 +356,11 @@ class Checkpointer:
             failed = remove_old(self._run_folder, self._num_kept)
         for reason in failed:
             say(f"learner: checkpoint {reason}: remove it by hand, or let this user do so")
+
+    def _check_owner(self) -> None:
+        """This process may have been frozen, or cut off from the folder, since the checkpoint was begun."""
+        if self._is_taken():
+            raise CheckpointError("another learner has taken the run's folder")
 
     def _say_unmarked(self, error: OSError) -> None:
         say(
@@ -431,20 +444,3 @@ def _write_tensors(path: Path, tensors: Mapping[str, tuple[str, Tensor]]) -> tup
 def _dtype_name(tensor: Tensor) -> str:
     names = {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
     return (SAFETENSORS_NAMES | names)[tensor.dtype]
-
-
-def _pack(value: object) -> msgpack.ExtType:
-    if isinstance(value, np.ndarray):
-        return msgpack.ExtType(_ARRAY, msgpack.packb([value.dtype.str, list(value.shape), value.tobytes()]))
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"a checkpoint cannot hold {type(value).__name__}")
-
-
-def unpack(code: int, content: bytes) -> object:
-    if code != _ARRAY:
-        raise ValueError(f"code {code} is not of this format")
-    dtype, shape, data = msgpack.unpackb(content)
-    if not isinstance(dtype, str) or np.dtype(dtype).hasobject:
-        raise ValueError(f"dtype {dtype!r} is not of this format")
-    return np.frombuffer(data, np.dtype(dtype)).reshape(shape)

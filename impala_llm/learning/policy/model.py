@@ -109,6 +109,8 @@ class PolicyModel(nn.Module):
         self._dtype = torch.bfloat16 if precision == "bfloat16" else None
         layers = [module for module in self._trunk.modules() if isinstance(module, GradientCheckpointingLayer)]
         # Each by itself, and inside of its checkpoint: all layers then share what is compiled for the first.
+        if compiled:  # with LoRA, and where gradients are off, a layer has other kinds of input
+            torch._dynamo.config.recompile_limit = 32
         for layer in layers if compiled else ():
             layer.forward = torch.compile(layer.forward, dynamic=True)
         for number, layer in enumerate(layers[::checkpoint_every] if checkpoint_every else ()):
@@ -158,7 +160,7 @@ class PolicyModel(nn.Module):
         """
         num_tokens = len(tokens)
         if tokens.device.type == "cpu" and uses_onednn(self._dtype):
-            num_more = pad_rows(num_tokens) - num_tokens
+            num_more = pad_rows(max(2, num_tokens)) - num_tokens  # compiled layers of one token are others
             if num_more:  # as a row of its own, at the end
                 more = torch.arange(num_more)
                 tokens, position_ids = torch.cat([tokens, torch.zeros_like(more)]), torch.cat([position_ids, more])
