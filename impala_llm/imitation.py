@@ -13,6 +13,7 @@ from impala_llm.learning.packing import TokenBudget, memory_of_step
 from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.observability.metrics import MetricLog
+from impala_llm.processes.supervised import say
 from impala_llm.settings import Config
 from impala_llm.trajectory import Trajectory
 
@@ -51,7 +52,7 @@ class Imitation:
             warmup_updates=sft.warmup_updates,
             value_warmup_updates=0,
         )
-        self.optimizer = Optimizer(model, of_steps)
+        self.optimizer = Optimizer(model, of_steps, "sft.learning_rate")
         self.budget = TokenBudget(learner.token_budget, ranks, conditions(config, ranks, model))
         self.value_coef = sft.value_coef if config.algorithm.credit.uses_values else 0.0
 
@@ -86,6 +87,11 @@ class Imitation:
         """
         with memory_of_step("model.lora.rank=16"):  # one process learns: there are no ranks to share with
             result = self.optimizer.step(number, progress)
+        if result.skipped:
+            say(
+                f"sft: A STEP IS LEFT OUT: update {number + 1} has a loss or gradient that is not finite; lower "
+                f"sft.learning_rate={self.config.sft.learning_rate:g}, or look for damage in the model"
+            )
         self.log.add("optimizer/gradient_norm", result.gradient_norm)
         self.log.add("optimizer/clipped_share", float(result.clipped))
         self.log.add("optimizer/skipped", float(result.skipped))
@@ -106,8 +112,8 @@ class Imitation:
             self.log.add("sft/held_out_value_loss", sum(e[1] for e in found) / turns)
 
     def _weight(self, row: Trajectory) -> float:
-        """Sum of the weights of a row's tokens but the first, which nothing predicts."""
-        others = row.num_tokens - 1 - row.num_action_tokens
+        """Sum of the weights of a row's tokens but the first of each context, which nothing predicts."""
+        others = row.num_tokens - len(row.context_lengths) - row.num_action_tokens
         return row.num_action_tokens + self.config.sft.observation_weight * others
 
     def _sums(

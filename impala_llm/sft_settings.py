@@ -14,7 +14,7 @@ import yaml
 from impala_llm.checks.idle_settings import given_keys
 from impala_llm.config import ConfigError, to_yaml
 from impala_llm.learning.checkpoints.files import write_file
-from impala_llm.settings import Config, LearnerConfig, SftConfig, leaves, written
+from impala_llm.settings import Config, LearnerConfig, SftConfig, leaves, model_directory, written
 
 _FILE = "config.yaml"
 _TEACH = (
@@ -84,7 +84,8 @@ def check_facts(config: Config, before: dict[str, Any], now: dict[str, Any]) -> 
     """
     for key, value in now.items():
         was = before.get(key, value)
-        if was != value:
+        is_other_spelling = key == "model.path" and model_directory(was) == (model_directory(value) or "")
+        if was != value and not is_other_spelling:
             differs = {
                 "sft.data": "other demonstrations",
                 "weights": f"adapters of other weights than model.path={config.model.path} has now",

@@ -344,6 +344,29 @@ def test_other_adapters_are_refused(tmp_path: Path, tiny_model: Path, capsys: py
     warm_start(tmp_path, tiny_model, *lora, "sft.max_updates=2")
 
 
+def test_another_spelling_of_the_models_path_goes_on(tmp_path: Path, tiny_model: Path) -> None:
+    warm_start(tmp_path, tiny_model, "sft.max_updates=1")
+    warm_start(tmp_path, tiny_model, "sft.max_updates=2", f"model.path={tiny_model.parent}/./{tiny_model.name}/")
+    assert [line["step"] for line in metrics(tmp_path / "sft")][-1] == 2
+
+
+def test_steps_that_are_left_out_are_said_with_the_setting_of_a_warm_start(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("impala_llm.learning.optim.MOST_LEFT_OUT", 2)
+    real = PolicyModel.action_log_probs
+
+    def broken(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs, entropies = real(*arguments)
+        return log_probs * (float("nan") if torch.is_grad_enabled() else 1.0), entropies
+
+    monkeypatch.setattr(PolicyModel, "action_log_probs", broken)
+    assert main(["sft", *words(tmp_path, tiny_model, "sft.max_updates=3")]) == 2
+    said = "".join(capsys.readouterr())
+    assert "A STEP IS LEFT OUT: update 1 has a loss or gradient that is not finite; lower sft.learning_rate=" in said
+    assert "; sft.learning_rate=" in said and " learner.learning_rate" not in said
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has this attention")
 def test_an_attention_that_cannot_be_used_is_refused(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]

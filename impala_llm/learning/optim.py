@@ -63,10 +63,12 @@ class Optimizer:
 
     Args:
         model: as it lies when steps are taken: placed on its device, or sharded.
+        rate_key: setting that the learning rate comes from, for messages.
     """
 
-    def __init__(self, model: PolicyModel, config: LearnerConfig) -> None:
+    def __init__(self, model: PolicyModel, config: LearnerConfig, rate_key: str = "learner.learning_rate") -> None:
         reshard(model)
+        self._rate_key = rate_key
         self._config = config
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self._policy = [p for p in model.lm.parameters() if p.requires_grad]
@@ -116,8 +118,8 @@ class Optimizer:
             rate = self._config.learning_rate
             raise NothingLearned(
                 f"{self._num_left_out} optimizer steps in a row were left out, since an advantage, loss or gradient "
-                "was not finite: nothing is learned any more. The warning A STEP IS LEFT OUT in the learner's log says "
-                f"of which episode, and what to check; learner.learning_rate={rate:g} may be too high"
+                "was not finite: nothing is learned any more. The warning A STEP IS LEFT OUT in the log says when it "
+                f"began, and what to check; {self._rate_key}={rate:g} may be too high"
             )
         return StepResult(norm, norm > limit, skip, self._config.learning_rate * factor)
 
