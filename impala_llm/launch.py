@@ -186,7 +186,7 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
                 _show(learner, view)
                 for actor in actors:
                     actor.receive()  # discarded: the learner reports what actors do
-                if any([not _keep_actor(actor, final) and _has_bad_settings(actor) for actor in actors]):
+                if any([not _keep_actor(actor, actors, final) and _has_bad_settings(actor) for actor in actors]):
                     break
                 time.sleep(POLL_S)
         finally:
@@ -212,9 +212,10 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
     return code if code >= 0 else 128 - code
 
 
-def _keep_actor(actor: Child, final: Sequence[int]) -> bool:
-    """`keep_alive`, where settings with which it has played are known to work: what fails now may be back later."""
-    return keep_alive(actor, final, unless_worked=(BAD_SETTINGS,))
+def _keep_actor(actor: Child, actors: Sequence[Child], final: Sequence[int]) -> bool:
+    """`keep_alive`; while others run, one that has played before may have met an outage: its settings are theirs."""
+    others_run = any(other.poll() is None for other in actors if other is not actor)
+    return keep_alive(actor, final, unless_worked=(BAD_SETTINGS,) if others_run else ())
 
 
 def _has_bad_settings(child: Child) -> bool:
@@ -264,7 +265,7 @@ def _supervise_actors(config: Config, overrides: Sequence[str], indices: Sequenc
                 actor.start()
             while not stop_signal():
                 final = (STOPPED, LEARNER_GONE, BAD_SETTINGS)
-                if not any([_keep_actor(actor, final) for actor in actors]):
+                if not any([_keep_actor(actor, actors, final) for actor in actors]):
                     break
                 view.status(_actors_status(actors, at_play) or waiting)
                 time.sleep(POLL_S)
