@@ -113,11 +113,7 @@ _DECLARED = (
     ("evaluation/update", _LAST, "update of the run after which the evaluation was begun"),
     ("evaluation/version", _LAST, "policy version that it was begun with"),
     ("evaluation/last_version", _LAST, "newest version that played: weights change while episodes go on"),
-    (
-        "evaluation/seconds",
-        _LAST,
-        "seconds from the first task at an actor to the step of the learner that found all results there",
-    ),
+    ("evaluation/seconds", _LAST, "seconds from the first task at an actor to the step that found all results"),
     ("evaluation/best_score", _LAST, "score of the best evaluation so far"),
     ("evaluation/best_update", _LAST, "update of the run after which it was begun"),
     ("evaluation/best_version", _LAST, "policy version that it was begun with"),
