@@ -5,6 +5,7 @@ import struct
 import sys
 import tempfile
 from collections.abc import MutableMapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -35,17 +36,21 @@ def _remove_unfinished(folder: Path) -> None:
         if not any(
             str(path) in word for each in psutil.process_iter(["cmdline"]) for word in each.info["cmdline"] or ()
         ):
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # another rank has removed it, or it is not this user's
+                path.unlink()
 
 
 def _is_whole(library: Path) -> bool:
     """Whether a file has all that its ELF header names: the table of sections is the last part (elf(5))."""
-    with library.open("rb") as file:
-        header = file.read(64)
+    try:
+        with library.open("rb") as file:
+            header, num_bytes = file.read(64), os.fstat(file.fileno()).st_size
+    except OSError:
+        return True
     if len(header) < 64 or header[:4] != b"\x7fELF":
         return bool(header)  # of another system
     begin, size, number = struct.unpack_from("<40xQ10xHH", header)
-    return bool(begin + size * number <= library.stat().st_size)
+    return bool(begin + size * number <= num_bytes)
 
 
 def _lasting() -> Path | None:

@@ -87,11 +87,12 @@ class Granting:
             table.start_group()
         suspects = deque(ticket_id for ticket_id in table.ready if self._is_suspect(ticket_id))
         ticket_ids = [ticket_id for ticket_id in table.ready if not self._is_suspect(ticket_id)]
-        retried = [ticket_id for ticket_id in ticket_ids if table.entries[ticket_id].failed_by in self._wants]
+        retried: list[int] = []
         if len(actors) > 1:
-            ticket_ids = [ticket_id for ticket_id in ticket_ids if ticket_id not in retried]
-        else:
-            retried = []
+            retried = [ticket_id for ticket_id in ticket_ids if table.entries[ticket_id].failed_by in self._wants]
+            ticket_ids = [
+                ticket_id for ticket_id in ticket_ids if table.entries[ticket_id].failed_by not in self._wants
+            ]
         table.ready.clear()
         units: list[list[int]] = []
         for ticket_id in ticket_ids:
@@ -102,7 +103,7 @@ class Granting:
                 units.append([ticket_id])
         if len(units) < len(actors):
             units = [[ticket_id] for ticket_id in ticket_ids]
-        grants = []
+        shares: dict[str, list[Ticket]] = {}
         for index, actor in enumerate(actors):
             # Rounded up: the remainder goes to the actors with the least work, which come first.
             first, last = (-(-len(units) * i // len(actors)) for i in (index, index + 1))
@@ -110,13 +111,13 @@ class Granting:
             if suspects and not any(map(self._is_suspect, open_at[actor])):
                 share.append(table.open(suspects.popleft(), actor))
             if share:
-                grants.append((actor, share))
+                shares[actor] = share
         for ticket_id in retried:
             others = [actor for actor in actors if actor != table.entries[ticket_id].failed_by]
             actor = min(others, key=lambda actor: len(open_at[actor]))
-            grants.append((actor, [table.open(ticket_id, actor)]))
+            shares.setdefault(actor, []).append(table.open(ticket_id, actor))
         table.ready += suspects
-        return grants
+        return list(shares.items())
 
     def fill_levels(self) -> Grants:
         """Grant tickets up to the actors' levels, in turn, as many as a group has at a time."""

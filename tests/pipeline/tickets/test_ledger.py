@@ -244,6 +244,17 @@ def test_what_failed_at_one_actor_is_tried_by_another(max_staleness: int) -> Non
     assert set(ids(granted["bad"])) & set(ids(rest["bad"]))
 
 
+def test_all_that_is_tried_again_comes_to_an_actor_in_one_grant() -> None:
+    ledger = make_ledger(4, 0)
+    ledger.request("bad", 2)
+    ledger.request("good", 4)
+    failed = ids(grant(ledger)["bad"])
+    for ticket_id in failed:
+        ledger.failed(ticket_id, "bad")
+    ((actor, tickets),) = ledger.grantable()
+    assert actor == "good" and ids(tickets) == sorted(failed, reverse=True) and len(failed) == 2
+
+
 def test_a_trajectory_must_be_what_its_ticket_was_granted_for() -> None:
     ledger = make_ledger()
     ledger.advance(7)
