@@ -47,8 +47,10 @@ def _is_whole(library: Path) -> bool:
             header, num_bytes = file.read(64), os.fstat(file.fileno()).st_size
     except OSError:
         return True
-    if len(header) < 64 or header[:4] != b"\x7fELF":
-        return bool(header)  # of another system
+    if header[:4] != b"\x7fELF":
+        return len(header) >= 4  # of another system
+    if len(header) < 64:
+        return False
     begin, size, number = struct.unpack_from("<40xQ10xHH", header)
     return bool(begin + size * number <= num_bytes)
 

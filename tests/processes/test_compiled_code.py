@@ -36,7 +36,13 @@ def test_a_library_whose_compiler_was_killed_is_removed(tmp_path: Path, monkeypa
     folder = tmp_path / ".cache" / "impala_llm" / "inductor" / "ab"
     folder.mkdir(parents=True)
     whole = Path(msgpack._cmsgpack.__file__).read_bytes()
-    for name, content in {"whole": whole, "empty": b"", "cut": whole[:-100], "at_work": b""}.items():
+    for name, content in {
+        "whole": whole,
+        "empty": b"",
+        "cut": whole[:-100],
+        "begun": whole[:10],
+        "at_work": b"",
+    }.items():
         (folder / f"{name}.so").write_bytes(content)
     compiler = "import sys; print(flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", compiler, "-o", str(folder / "at_work.so")]
