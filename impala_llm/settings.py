@@ -206,7 +206,7 @@ class ScratchConfig:
 class LoraConfig:
     """Low-rank adapters that learn in place of the policy's weights. Needs peft: pip install -e '.[lora]'."""
 
-    rank: int = bounded(0, least=0)
+    rank: int = bounded(0, least=0, most=1024)
     """Rank of the adapters; 0: none, all weights learn."""
     alpha: int = bounded(32, least=1)
     """The adapters' product is multiplied by alpha / rank."""

@@ -145,7 +145,10 @@ def _sharding_problems(config: Config) -> list[str]:
             if is_set
         ]
     targets = config.model.lora.targets
-    if rank and (named := [name for name in targets if name != "all-linear"]) and named != targets:
+    if rank and not targets:
+        found.append("model.lora.targets=[] leaves nothing to learn: set model.lora.targets=[all-linear], or name matrices")
+    elif rank and "all-linear" in targets and len(targets) > 1:
+        named = [name for name in targets if name != "all-linear"] or ["q_proj", "v_proj"]
         found.append(
             f"model.lora.targets={targets} has all-linear, which stands for all matrices of the layers, beside other "
             f"names: set model.lora.targets=[all-linear], or model.lora.targets=[{','.join(named)}] for those alone"

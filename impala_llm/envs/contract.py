@@ -98,7 +98,12 @@ def signature(suite: Suite, task_id: int) -> str:
 
 def session(suite: Suite, training: bool) -> Session | AsyncSession:
     """A fresh session."""
-    found: Session | AsyncSession = call(f"env {suite.name}: session", lambda: suite.session(training))
+    what = f"env {suite.name}: session"
+    found: Session | AsyncSession = call(what, lambda: suite.session(training))
+    if missing := missing_methods(found, Session):
+        raise EnvironmentFault(
+            f"{what} returned {_shown(found)}, which has no method {' and no '.join(missing)}: see docs/environments.md"
+        )
     return found
 
 

@@ -136,14 +136,14 @@ class TokenBudget:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                self._lower([t.num_tokens for t in trajectories])
+                self.lower([t.num_tokens for t in trajectories])
             # Only here, outside of the handler, nothing holds the tensors of the work that failed any more.
             undo()
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    def _lower(self, lengths: Sequence[int]) -> None:
+    def lower(self, lengths: Sequence[int]) -> None:
         """Lower the budget after memory has run out with rows of these lengths. Raises as `in_micro_batches` does."""
         if not lengths:
             raise OutOfMemory(

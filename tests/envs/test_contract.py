@@ -285,6 +285,13 @@ class Hanging:
         await asyncio.Event().wait()
 
 
+def test_a_session_without_a_method_is_refused_before_it_plays() -> None:
+    """Else each episode would fail at its first step, as if the environment were away for a while."""
+    suite: Any = SimpleNamespace(name="maze", session=lambda training: SimpleNamespace(reset=lambda task_id: ("", {})))
+    with pytest.raises(EnvironmentFault, match=r"env maze: session returned namespace\(.*no method step: see"):
+        contract.session(suite, training=True)
+
+
 def test_what_a_session_raises_when_it_is_closed_ends_nothing() -> None:
     async def end() -> None:
         for session in (Closing(), ClosingSlowly(SystemExit(0)), ClosingSlowly(Panic())):

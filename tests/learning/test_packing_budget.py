@@ -200,7 +200,7 @@ def test_ranks_on_two_kinds_of_gpu_take_over_one_note(
             budgets = list(pool.map(begin, (0, 1), [Meeting()] * 2))
         tried.append([budget.tokens for budget in budgets])
         with pytest.raises(RestartNeeded):
-            budgets[len(tried) % 2]._lower([40] * 30)
+            budgets[len(tried) % 2].lower([40] * 30)
     assert tried == [[8192] * 2, [600] * 2, [300] * 2] and len(progress) == 3
     noted = read_note(tmp_path / "note")
     assert noted is not None and noted["conditions"]["the device"] == "RTX 3090 and RTX 4090"
@@ -213,7 +213,7 @@ def test_a_restart_counts_as_progress_only_where_its_budget_is_below_any_that_wa
     for life in range(6):
         budget = TokenBudget(8192, sharing(), {"the device": f"GPU {life % 2}"}, tmp_path / "note")
         with pytest.raises(RestartNeeded):
-            budget._lower([40] * 30)
+            budget.lower([40] * 30)
         assert budget.tokens == 600
     assert len(progress) == 1
 

@@ -396,6 +396,9 @@ def test_another_experiment_is_not_taken_for_the_same_run(settings: list[str]) -
     assert "with run.seed=0 and not 5" in refusal(settings, "run.seed=5", "run.resume=true"), "another order of tasks"
     said = refusal(settings, "model.scratch.hidden_size=32", "run.resume=true")
     assert "with model.scratch.hidden_size=128 and not 32" in said and "to go on so" not in said
+    said = refusal(settings, "algorithm.loss.cap=3", "engine.temperature=0.5", "run.seed=5")
+    for named in ("algorithm.loss.cap=", "engine.temperature=1.0 and not 0.5", "run.seed=0 and not 5", "put them back"):
+        assert named in said
 
 
 @pytest.mark.parametrize(

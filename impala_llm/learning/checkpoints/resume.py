@@ -45,6 +45,8 @@ _SAME_RUN = (
 """Settings by which `auto` tells the same command from another experiment in the same folder."""
 _DIRECTORIES = ("model.path", "algorithm.reference", "algorithm.credit.teacher")
 """Settings that name the directory of a model, which each spelling of its path means."""
+_NUM_SHOWN = 4
+"""Settings that a refusal names."""
 _OF_THE_COMMAND = ("run.resume", "run.dir", "run.name")
 """Settings that say where and how a run goes on, and not how it trains."""
 
@@ -299,12 +301,15 @@ def _changed(config: Config, folder: Path, checkpoint: CheckpointManifest | None
     refused = [found for found in differing if found[0].startswith(fixed)]
     model = _other_model(config, checkpoint) if any(key == "model.path" for key, *_ in refused) else ""
     if refused := [found for found in refused if found[0] != "model.path" or model is not None]:
-        key, before, now = refused[0][0], written(refused[0][1]), written(refused[0][2])
-        others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
-        others += (model or "") if key == "model.path" else ""
+        shown = ", ".join(
+            f"{key}={written(before)} and not {written(now)}{(model or '') if key == 'model.path' else ''}"
+            for key, before, now in refused[:_NUM_SHOWN]
+        )
+        others = f" and {len(refused) - _NUM_SHOWN} more settings" if len(refused) > _NUM_SHOWN else ""
         is_fatal = any(key.startswith(_MUST_AGREE) for key, *_ in refused)
         way = "" if is_fatal else ", or set run.resume=true to go on so"
-        raise ConfigError(f"{where}, with {key}={before} and not {now}{others}: {anew}, or put it back{way}")
+        put_back = "it" if len(refused) == 1 else "them"
+        raise ConfigError(f"{where}, with {shown}{others}: {anew}, or put {put_back} back{way}")
     changed = [found for found in differing if found[0] not in _OF_THE_COMMAND]
     settings = "; ".join(f"{key}={written(now)}, before {written(before)}" for key, before, now in changed)
     return [f"going on with {settings}"] if changed else []
