@@ -32,7 +32,7 @@ from impala_llm.observability.terminal import TerminalView
 from impala_llm.pipeline.network.keys import load_actor_keys
 from impala_llm.pipeline.shm.actor_claims import claimed_indices
 from impala_llm.pipeline.shm.run_directory import RunDirectory, RunDirectoryError, find_run, run_path
-from impala_llm.pipeline.weights.remote import relay_weights
+from impala_llm.pipeline.weights.relay_client import relay_weights
 from impala_llm.processes.child_processes import FAMILY, Child, end, exit_reason, keep_alive, say
 from impala_llm.processes.fork_server import ForkServer, can_fork
 from impala_llm.processes.supervised import ALLOCATOR, HUGE_PAGES, LOST_OWNER, NOT_SAVED, SUPERVISED, signal_name

@@ -353,7 +353,7 @@ def test_none_is_null_on_the_command_line() -> None:
             ["model.lora.rank=4", "model.lora.targets=[all-linear,q_proj]"],
             ["model.lora.targets=['all-linear', 'q_proj']", "set model.lora.targets=[all-linear]", "[q_proj]"],
         ),
-        (["model.lora.rank=4", "model.lora.targets=[]"], ["targets=[] leaves nothing", "targets=[all-linear]"]),
+        (["model.lora.rank=4", "model.lora.targets=[]"], ["targets=[] leaves nothing", "set [all-linear]"]),
         (["model.lora.rank=100000"], ["model.lora.rank=100000", "1024"]),
         (
             ["algorithm=group_relative", "learner.num_ranks=3", "learner.batch_size=64"],

@@ -97,7 +97,8 @@ def field_problems(part: object, prefix: str = "") -> list[str]:
             found += field_problems(value, f"{key}.")
         elif choices and value not in choices and not (bounds and is_number):
             number = f", or a number, {limits(low, high)}" if bounds else ""
-            found.append(f"{key}={value} is not known: choose one of {', '.join(map(written, choices))}{number}")
+            allowed = ", ".join(map(written, choices))
+            found.append(f"{key}={written(value)} is not known: choose one of {allowed}{number}")
         elif is_number and not low <= value <= high:
             found.append(f"{key}={value} is out of range: set it to {limits(low, high)}")
     return found
@@ -146,7 +147,7 @@ def _sharding_problems(config: Config) -> list[str]:
         ]
     targets = config.model.lora.targets
     if rank and not targets:
-        found.append("model.lora.targets=[] leaves nothing to learn: set model.lora.targets=[all-linear], or name matrices")
+        found.append("model.lora.targets=[] leaves nothing to learn: set [all-linear], or names such as [q_proj,v_proj]")
     elif rank and "all-linear" in targets and len(targets) > 1:
         named = [name for name in targets if name != "all-linear"] or ["q_proj", "v_proj"]
         found.append(

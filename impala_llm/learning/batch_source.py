@@ -214,13 +214,13 @@ class BatchSource:
             if self._groups.is_closed(trajectory.group_id):
                 late.append(trajectory)
             elif (group := self._groups.add(trajectory)) is not None:
-                complete.append(group.trajectories)
+                complete.append(group)
         for group_id, present in self._groups.open_groups().items():
             if present + self._receiver.lost_members(group_id) >= self._group_size:
                 group, dropped = self._groups.close_short(group_id, is_over=True)
                 late.extend(dropped)
                 if group is not None:
-                    complete.append(group.trajectories)
+                    complete.append(group)
         complete = [group for group in complete if not self._refill(group)]
         if complete:
             # A short group counts as a whole one, as in the tickets: a batch of it would be waited for for ever.
@@ -260,7 +260,7 @@ class BatchSource:
             group, dropped = self._groups.close_short(group_id)
             if group is not None:
                 self._rate.record_inserts(self._group_size)
-                self._evict(self.buffer.insert_all([group.trajectories], version))
+                self._evict(self.buffer.insert_all([group], version))
             self._drop(list(dropped))
         # What was dropped is only measured from here on: its space is wanted.
         copies = {id(t): copy.deepcopy(t) for t in self.evicted if isinstance(t, DeferredTrajectory)}

@@ -23,7 +23,7 @@ from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.pipeline.transport.no_receiver import NoReceiver
 from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits, SessionLimits
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
-from impala_llm.pipeline.weights.remote import serve_weights
+from impala_llm.pipeline.weights.relay_server import serve_weights
 from impala_llm.processes.supervised import SUPERVISED
 from impala_llm.settings import Config, longest_record
 from impala_llm.trajectory import Trajectory

@@ -5,7 +5,7 @@
 """
 
 from impala_llm.replay.buffer import ReplayBuffer
-from impala_llm.replay.groups import Group, GroupAssembler
+from impala_llm.replay.groups import GroupAssembler
 from impala_llm.replay.items import EvictedItem, Sample, SampledItem
 from impala_llm.replay.priorities import OldestFirst, PrioritySampler, Sampler
 from impala_llm.replay.rate import SamplesPerInsert
@@ -13,7 +13,6 @@ from impala_llm.replay.replay_fraction import ReplayFraction
 
 __all__ = [
     "EvictedItem",
-    "Group",
     "GroupAssembler",
     "OldestFirst",
     "PrioritySampler",

@@ -7,21 +7,11 @@ Invariant: a group is handed out once, and a member is in exactly one of: an ope
 ones returned by `close_short`.
 """
 
-from dataclasses import dataclass
-
 from impala_llm.trajectory import Trajectory
 
 
-@dataclass(frozen=True)
-class Group:
-    """Members that are compared with each other, in the order of their tickets."""
-
-    group_id: int
-    trajectories: tuple[Trajectory, ...]
-
-
 class GroupAssembler:
-    """Collects trajectories until their group is complete.
+    """Collects trajectories until their group is complete, and hands it out in the order of its tickets.
 
     Args:
         group_size: members of a complete group; 1 hands every trajectory out at once.
@@ -49,7 +39,7 @@ class GroupAssembler:
         """Whether the group was closed short, so that a member that still comes can only be counted as dropped."""
         return group_id in self._closed_short
 
-    def add(self, trajectory: Trajectory) -> Group | None:
+    def add(self, trajectory: Trajectory) -> tuple[Trajectory, ...] | None:
         """Returns the group if this was its last missing member.
 
         Raises:
@@ -65,9 +55,11 @@ class GroupAssembler:
         if len(members) < self._group_size:
             return None
         del self._open[group_id]
-        return _freeze(group_id, members)
+        return _in_order(members)
 
-    def close_short(self, group_id: int, is_over: bool = False) -> tuple[Group | None, tuple[Trajectory, ...]]:
+    def close_short(
+        self, group_id: int, is_over: bool = False
+    ) -> tuple[tuple[Trajectory, ...] | None, tuple[Trajectory, ...]]:
         """End a group that can never be complete, because a member was lost.
 
         Args:
@@ -80,7 +72,7 @@ class GroupAssembler:
         if not is_over:
             self._closed_short.add(group_id)
         if len(members) >= 2:
-            return _freeze(group_id, members), ()
+            return _in_order(members), ()
         return None, tuple(members.values())
 
     def state_dict(self) -> dict[str, list[int]]:
@@ -95,5 +87,5 @@ class GroupAssembler:
         self._closed_short = set(state["closed_short"])
 
 
-def _freeze(group_id: int, members: dict[int, Trajectory]) -> Group:
-    return Group(group_id, tuple(members[ticket_id] for ticket_id in sorted(members)))
+def _in_order(members: dict[int, Trajectory]) -> tuple[Trajectory, ...]:
+    return tuple(members[ticket_id] for ticket_id in sorted(members))

@@ -75,7 +75,7 @@ class ReceiverError(RuntimeError):
 
 
 class Inbox:
-    """Queue of trajectories from the receiving thread to the training thread.
+    """Queue of trajectories from the receiving thread to the training thread, which calls `Receiver.drain`.
 
     Each is taken out once, in the order of arrival. After the receiver has died, `drain` raises.
     """

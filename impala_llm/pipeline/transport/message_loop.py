@@ -121,7 +121,7 @@ class MessageLoop:
         return any(session.offers.queue and not session.has_ended for session in list(self._waiting.values()))
 
     def turn(self, ready: set[object]) -> None:
-        """Handle messages, store records, check actors, grant tickets.
+        """Handle messages, store records, check actors, grant tickets. `Receiver` calls it in turn, in its thread.
 
         Args:
             ready: sockets with messages, see `ActorSockets.wait`.

@@ -69,7 +69,9 @@ class RecordsInFlight:
         """(time, sequences) of offers, by the number of reminders before; each queue is in the order of time."""
 
     def add(self, ticket_id: int, continues: bool, encoded: EncodedTrajectory) -> bool:
-        """Take over a record, which fits into an empty arena.
+        """Take over a record, which fits into an empty arena, and lay it there.
+
+        A `messages.Descriptor` stands for it in the next offer: its place in the arena, its ticket and its checksum.
 
         Args:
             ticket_id: of its episode.

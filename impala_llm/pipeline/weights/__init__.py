@@ -1,7 +1,8 @@
 """Versions of the policy: the board in shared memory, and the relay that brings them to other hosts.
 
-From outside: `board.WeightPublisher` and `board.WeightReader` on one host, `remote` between hosts; both ends of the
-third way, a process group to SGLang, are in engines/sglang.
+From outside: `board.WeightPublisher` and `board.WeightReader` on one host, `relay_server.serve_weights` and
+`relay_client.relay_weights` between hosts; both ends of the third way, a process group to SGLang, are in
+engines/sglang.
 
 - of the board: slots (its files), tensor_writing (one or several processes write a version), safetensors_layout (of a
   file that is rewritten in place), bfloat16 (converted on the way)

@@ -10,16 +10,21 @@ are skipped; a version that was overwritten nevertheless is dropped.
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import zmq
 
+from impala_llm.pipeline.network import sockets
+from impala_llm.pipeline.network.keys import ActorKeys
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from impala_llm.pipeline.weights.relay_download import Download, FileChunk
 from impala_llm.pipeline.weights.relay_messages import (
+    MAX_FRAME_BYTES,
+    QUEUE_LENGTH,
     ChunkRequest,
     Contents,
     Gone,
@@ -40,6 +45,26 @@ from impala_llm.processes.limited_warnings import RateLimitedWarnings
 _POLL_S = 0.1
 _WINDOW = 4
 """Requests for chunks without an answer at a time."""
+
+
+@contextmanager
+def relay_weights(board: Path, endpoint: str, keys: ActorKeys | None) -> Iterator[WeightRelay]:
+    """Fetch the weights that are served at an endpoint to this host's board while entered.
+
+    Args:
+        board: directory of this host's board.
+        endpoint: of the learner's weight server.
+        keys: of an actor; None: clear text, on this host only.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    identity = f"relay#{secrets.randbits(63):016x}".encode()
+    relay = WeightRelay(board, lambda: sockets.dealer(context, endpoint, identity, MAX_FRAME_BYTES, keys, QUEUE_LENGTH))
+    relay.start()
+    try:
+        yield relay
+    finally:
+        relay.close()
+        context.destroy(linger=0)
 
 
 class WeightRelay(RelayThread):

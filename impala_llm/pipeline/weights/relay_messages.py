@@ -32,6 +32,9 @@ MAX_CHUNK_BYTES = 16 << 20
 MAX_FRAME_BYTES = MAX_CHUNK_BYTES
 """Limit of any frame, to be set on the sockets."""
 MAX_REQUEST_BYTES = 1024
+QUEUE_LENGTH = 8
+"""Maximum of messages that wait for a peer, each of which may hold a chunk of weights: twice as many as a relay asks
+for at a time. To be set on the sockets."""
 _MAX_TENSORS = 1 << 20
 _MAX_FILES = 64
 _MAX_FILE_BYTES = 1 << 30

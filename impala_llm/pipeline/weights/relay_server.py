@@ -11,17 +11,22 @@ If no more can be leased, a relay gets a version that is leased for another rela
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import zmq
 
+from impala_llm.pipeline.network import sockets
+from impala_llm.pipeline.network.keys import LearnerKeys
+from impala_llm.pipeline.network.zap_authenticator import ZapAuthenticator
 from impala_llm.pipeline.shm import copy_kernels
 from impala_llm.pipeline.weights.board import WeightLease, WeightReader
 from impala_llm.pipeline.weights.relay_messages import (
+    MAX_FRAME_BYTES,
+    QUEUE_LENGTH,
     ChunkRequest,
     Contents,
     Gone,
@@ -41,6 +46,34 @@ from impala_llm.processes.limited_warnings import RateLimitedWarnings
 _POLL_MS = 100
 _IDLE_S = 60.0
 """Seconds without a request after which a relay counts as gone."""
+
+
+@contextmanager
+def serve_weights(board: Path, endpoint: str, keys: LearnerKeys | None) -> Iterator[WeightServer]:
+    """Serve a learner's board at a tcp endpoint while entered.
+
+    Args:
+        board: directory of the board.
+        endpoint: to listen at, see `sockets.router`.
+        keys: of the learner; None: clear text, on this host only.
+
+    Raises:
+        ValueError, zmq.ZMQError: see `sockets.router`.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    authenticator = ZapAuthenticator(context, keys) if keys is not None else None
+    try:
+        socket = sockets.router(context, endpoint, MAX_FRAME_BYTES, authenticator, QUEUE_LENGTH)
+        server = WeightServer(board, socket)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.close()
+    finally:
+        if authenticator is not None:
+            authenticator.close()
+        context.destroy(linger=0)
 
 
 @dataclass
