@@ -216,7 +216,7 @@ class Actor:
             self.starting = None
 
     def engine_failed(self, error: EngineError) -> None:
-        delay = min(MAX_BACKOFF_S, 2.0**self.failed_starts)
+        delay = min(MAX_BACKOFF_S, 2.0 ** min(self.failed_starts, 10))
         print(f"{self.actor_id}: {error}; again in {delay:.0f} s", file=sys.stderr, flush=True)
         self.is_up = False
         self.failed_starts += 1

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from impala_llm.engines.base import Generation, ModelRefused, SamplingParams, TokenGenerator
+from impala_llm.engines.base import EngineError, Generation, ModelRefused, SamplingParams, TokenGenerator
 from impala_llm.envs import contract
 from impala_llm.envs.base import AsyncSession, Session
 from impala_llm.trajectory import NO_VERSION, Trajectory
@@ -320,7 +320,9 @@ async def _answer(engine: TokenGenerator, session: str, tokens: list[int], param
     """Sample an answer; where this is cancelled, the error says that the engine was awaited."""
     try:
         return await engine.generate(session, tokens, params)
-    except asyncio.CancelledError:
+    except asyncio.CancelledError as error:
+        if not contract.is_cancelled():
+            raise EngineError("the engine raised CancelledError: what it waited for was cancelled") from error
         raise asyncio.CancelledError(ENGINE_AWAITED) from None
 
 

@@ -70,6 +70,34 @@ def test_an_environment_that_ends_its_process_or_its_task_is_a_fault_as_others(s
         asyncio.run(contract.step(session, "go", "maze"))
 
 
+def test_a_session_whose_close_says_that_its_own_work_was_cancelled_loses_no_episode() -> None:
+    def raise_cancelled() -> None:
+        raise asyncio.CancelledError
+
+    async def play() -> str:
+        contract.close(SimpleNamespace(close=raise_cancelled))  # type: ignore[arg-type]
+        return "sent"
+
+    assert asyncio.run(play()) == "sent"
+    with pytest.raises(EnvironmentFault, match="env maze: session raised CancelledError"):
+        contract.session(SimpleNamespace(name="maze", session=lambda training: raise_cancelled()), training=True)
+
+
+def test_an_environment_that_catches_the_end_of_its_time_does_not_go_on() -> None:
+    async def wait_for_ever(action: str) -> tuple:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return "page", 0.0, False, False, {}
+
+    async def play() -> None:
+        async with asyncio.timeout(0.01):
+            await contract.step(SimpleNamespace(step=wait_for_ever), "go", "maze")  # type: ignore[arg-type]
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(play())
+
+
 def test_an_episode_that_is_given_up_is_no_fault_and_its_end_may_take_time() -> None:
     async def give_up() -> Waits:
         session: Any = Waits()

@@ -62,6 +62,12 @@ class Generation:
     """int32[n]: policy version that sampled each token."""
     finish_reason: FinishReason
 
+    def __post_init__(self) -> None:
+        """Raise EngineError unless each token has a log-probability and a version."""
+        shapes = [np.shape(values) for values in (self.tokens, self.log_probs, self.versions)]
+        if shapes != [(len(self.tokens),)] * 3:
+            raise EngineError("an answer has tokens, log_probs and versions of the shapes {}, {}, {}".format(*shapes))
+
 
 @dataclass
 class EngineStats:

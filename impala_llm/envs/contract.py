@@ -29,13 +29,27 @@ _closing: set[asyncio.Future[Any]] = set()
 """Calls of `close` that are under way: asyncio itself keeps only weak references to its tasks."""
 
 
-_NOT_ITS_OWN = (KeyboardInterrupt, ToldToStop, GeneratorExit, asyncio.CancelledError)
-"""Errors that come through an environment from outside: a signal, and the end of a coroutine. All others are its own,
-those that derive from BaseException alone included, such as SystemExit and the panics of libraries in Rust."""
+_NOT_ITS_OWN = (KeyboardInterrupt, ToldToStop, GeneratorExit)
+"""Errors that come through an environment from outside, beside a cancellation: a signal, and the end of a coroutine.
+All others are its own, those that derive from BaseException alone included, such as SystemExit and the panics of
+libraries in Rust."""
 
 
 class EnvironmentFault(ValueError):
     """An environment raised, or returned what it must not. The message names the call, the value, what is expected."""
+
+
+def is_cancelled() -> bool:
+    """Return whether the task that runs is being cancelled. Where it is not, a CancelledError is of other people's
+    code: what that waited for was cancelled."""
+    with contextlib.suppress(RuntimeError):  # there is no event loop
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+    return False
+
+
+def _is_from_outside(error: BaseException) -> bool:
+    return isinstance(error, _NOT_ITS_OWN) or (isinstance(error, asyncio.CancelledError) and is_cancelled())
 
 
 def tasks(suite: Suite, split: Split, asked_by: str = "evaluation.split") -> Sequence[int]:
@@ -250,7 +264,7 @@ def _suppressed() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(error, _NOT_ITS_OWN):
+        if _is_from_outside(error):
             raise
 
 
@@ -259,7 +273,7 @@ def call(what: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
     except BaseException as error:
-        if isinstance(error, (*_NOT_ITS_OWN, EnvironmentFault)):
+        if _is_from_outside(error) or isinstance(error, EnvironmentFault):
             raise
         raise EnvironmentFault(f"{what} raised {type(error).__name__}: {error}{raised_at(error)}") from error
 
@@ -268,14 +282,13 @@ async def _call_session(what: str, function: Callable[[], Any]) -> Any:
     """Call a method that may be a coroutine function."""
     try:
         result = function()
-        return await result if inspect.isawaitable(result) else result
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise  # the episode is given up
-        raise EnvironmentFault(f"{what} raised CancelledError: what it waited for was cancelled") from error
+        if inspect.isawaitable(result):
+            result = await result
+            if is_cancelled():  # and the method has caught it: the episode is given up all the same
+                raise asyncio.CancelledError
+        return result
     except BaseException as error:
-        if isinstance(error, _NOT_ITS_OWN):
+        if _is_from_outside(error):
             raise
         raise EnvironmentFault(f"{what} raised {type(error).__name__}: {error}{raised_at(error)}") from error
 

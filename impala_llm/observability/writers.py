@@ -217,12 +217,14 @@ def last_step(directory: Path) -> int | None:
 
 
 def _steps(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Steps of a JSONL file, each with its line. Lines that are not whole are passed over."""
+    """Steps of a JSONL file, each with its line. Lines that are not whole, to their end, are passed over."""
     if not path.is_file():
         return
     with path.open("rb") as lines:
         for line in lines:
             with contextlib.suppress(ValueError, KeyError, TypeError):
+                if not line.endswith(b"\n"):  # what is written next would be of this line
+                    break
                 yield int(json.loads(line)["step"]), line
 
 

@@ -220,7 +220,7 @@ class TorchEngine:
                 answer = Generation(empty, np.zeros(0, dtype=np.float32), empty.copy(), "abort")
             else:
                 if self._table.length[slot] == self._table.prompt_length[slot]:
-                    self._table.forget(slot)  # no draw has shown that what was computed of the history is finite
+                    self._forget(slot)  # no draw has shown that what was computed of the history is finite
                 answer = self._table.finish(slot, "abort")
             self._resolve(name, answer)
 
@@ -297,11 +297,16 @@ class TorchEngine:
         return replace(self._stats, running=int(self._table.running.sum()), waiting=len(self._waiting))
 
     async def close(self) -> None:
-        """Abort all answers and refuse further requests."""
+        """Abort all answers, refuse further requests, and free the memory of model and cache: callers may still hold
+        this engine while its successor is made."""
+        if self._closed:
+            return
         self._closed = True
         self.abort()
         if self._runner is not None:
             await self._runner
+        self._cache.drop()
+        del self._model, self._decoder, self._weights
 
     def _check_version(self, version: int) -> None:
         if version < self.version:
@@ -385,17 +390,28 @@ class TorchEngine:
         self._failed_steps += 1
         if self._failed_steps == 1:
             _log.error("a decoding step failed", exc_info=error)
+        error.with_traceback(None)  # its frames hold the tensors of the step, and callers keep the error for a while
         for slot in np.flatnonzero(self._table.running):
             self._fail(int(slot), f"a decoding step failed: {error!r}", error)
         if self._failed_steps >= MOST_FAILED_STEPS:
-            self._failure = EngineError(f"{self._failed_steps} decoding steps failed one after the other: {error!r}")
-            while self._waiting:
-                self._resolve(self._waiting.popleft().session_id, EngineError(str(self._failure)))
+            self._break(f"{self._failed_steps} decoding steps failed one after the other: {error!r}")
+
+    def _break(self, reason: str) -> None:
+        """Fail all requests that wait, and each later one."""
+        self._failure = EngineError(reason)
+        while self._waiting:
+            self._resolve(self._waiting.popleft().session_id, EngineError(reason))
+
+    def _forget(self, slot: int) -> None:
+        try:
+            self._table.forget(slot)
+        except Exception as error:  # after some errors of a GPU all of its operations fail
+            self._break(f"the cache of a session cannot be cleared: {error!r}")
 
     def _fail(self, slot: int, reason: str, cause: Exception | None) -> None:
         session_id = self._table.session(slot)
         self._table.finish(slot, "abort")
-        self._table.forget(slot)
+        self._forget(slot)
         error = EngineError(f"session {session_id!r}: {reason}")
         error.__cause__ = cause
         self._resolve(session_id, error)

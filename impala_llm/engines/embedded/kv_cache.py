@@ -80,6 +80,10 @@ class KVCache:
         self.table[slot] = self.num_blocks
         self._owned[slot] = 0
 
+    def drop(self) -> None:
+        """Give the memory of the pool back. Blocks can still be freed, and nothing else be done."""
+        self._pool, self._flat, self._by_head, self._arrays = torch.empty(0), [], [], []
+
     def clear(self, slot: int) -> None:
         """Zero a session's blocks, which may hold values that are not finite."""
         self._pool[:, :, torch.from_numpy(self.table[slot, : self._owned[slot]])] = 0

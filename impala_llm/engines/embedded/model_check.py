@@ -126,9 +126,9 @@ def refusing(what: str, fix: str = "take a model of the table in docs/engines.md
     except ModelRefused:
         raise
     except Exception as error:
-        if is_out_of_memory(error):
-            raise
         cause = error.__cause__ or error
+        if is_out_of_memory(error) or is_out_of_memory(cause):
+            raise
         # The first sentence: what follows it is advice that does not fit here.
         reason = f"{type(cause).__name__}: {' '.join(str(cause).split()).partition('. ')[0]}"
         if "ignore_mismatched_sizes" in reason:  # transformers prints which, and raises this
