@@ -39,7 +39,7 @@ from impala_llm.plugs import (
     parts_with,
 )
 from impala_llm.processes.cgroups import most_cores
-from impala_llm.settings import PACKAGE, AlgorithmConfig, Config, EngineConfig, EnvConfig, leaves
+from impala_llm.settings import PACKAGE, AlgorithmConfig, Config, EngineConfig, EnvConfig, leaves, written
 
 _TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
 """Types as OmegaConf names them, in words."""
@@ -394,8 +394,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         cause = cause.__cause__ or cause.__context__
     given = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
     known = known_keys()
-    file = given.get("experiment", "")
-    file = file if file.endswith((".yaml", ".yml")) else ""
+    file = given.get("experiment", "") if given.get("experiment", "").endswith((".yaml", ".yml")) else ""
     in_file = dict(_flat(OmegaConf.to_container(_settings_file(Path(file))))) if file else {}
     for key, value in given.items():
         choices = sorted(p.stem for p in (config_folder() / key).glob("*.yaml")) if key in _groups() else []
@@ -408,7 +407,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
             return f"{key}={value}: {reason}"
     for key, value in in_file.items():
         if not isinstance(value, dict) and (reason := _of_group(key, known)):
-            return f"settings file {file}: {key}={value}: {reason}"
+            return f"settings file {file}: {key}={written(value)}: {reason}"
     referring = [word for word in given.items() if "${" in word[1]] or [w for w in in_file.items() if "${" in str(w[1])]
     if referring and isinstance(error, InterpolationResolutionError):
         reason = str(error).splitlines()[0].rpartition(": ")[2].strip('"')
@@ -428,15 +427,16 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
                 return f"{where}{len(unknown)} keys are unknown: {', '.join(unknown)}; correct them"
             return f"{where}{full_key} is an unknown key: {_suggestion(full_key, list(known))}"
         if isinstance(cause, OmegaConfBaseException) and full_key:
-            value = given.get(full_key, OmegaConf.select(_settings_file(Path(file)), full_key) if where else "?")
+            there = OmegaConf.select(_settings_file(Path(file)), full_key) if where else "?"
+            value, default = given.get(full_key, written(there)), written(known.get(full_key))
             reason = str(cause.msg or cause).splitlines()[0]
             if isinstance(known.get(full_key), list) or "ListConfig" in reason:
                 return f"{where}{full_key}={value} has the wrong type: it is a list: write '{full_key}=[{value}]'"
-            if "is not Optional" in reason:
-                return f"{where}{full_key}={value} needs a value: the default is {known.get(full_key)!r}"
+            if "is not Optional" in reason or "Incompatible value 'None'" in reason:
+                return f"{where}{full_key}={value} needs a value: the default is {default}"
             if match := re.search(r"could not be converted to (\w+)", reason):
                 reason = f"{_TYPES.get(match[1], match[1])} is expected"
-            return f"{where}{full_key}={value} has the wrong type: {reason}; the default is {known.get(full_key)!r}"
+            return f"{where}{full_key}={value} has the wrong type: {reason}; the default is {default}"
     said = str(causes[-1]).splitlines()[0]
     if match := re.search(r"Ambiguous value for argument '(.+?)'", said):
         return f"{match[1]} has several values, and a run has one: give one, or quote a text, as in \"key='a,b'\""

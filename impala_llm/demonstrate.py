@@ -30,6 +30,7 @@ from transformers import AutoTokenizer
 
 from impala_llm.config import ConfigError, plain
 from impala_llm.demonstrations import (
+    HEADER,
     PART_EPISODES,
     Demonstration,
     Header,
@@ -49,8 +50,8 @@ from impala_llm.learning.policy.model_files import base_checksum
 from impala_llm.learning.policy.policy_files import resolve_policy
 from impala_llm.processes.stop_signals import ToldToStop
 from impala_llm.rollout import ChatFormat, EpisodeAborted, EpisodeLimits, EpisodeSpec, Turn, play_episode
-from impala_llm.settings import Config
-from impala_llm.writable_folders import try_to_write, writing_to
+from impala_llm.settings import Config, written
+from impala_llm.writable_folders import removed_if_refused, try_to_write, writing_to
 
 _KEEP_EVERY_S = 60.0
 """Time after which what was recorded is written, where a part is not full before: a kill -9 loses no more. What a
@@ -76,7 +77,7 @@ def record(config: Config) -> Path:
     settings, folder = config.demonstrations, Path(config.demonstrations.dir)
     policy = resolve_policy(config)
     too_long = 0
-    with _owned(folder):
+    with removed_if_refused(folder, HEADER), _owned(folder):
         _begin(config, policy, folder)
         there = {d.trajectory.episode_id for d in read(folder)}  # whole: damage is told before anything is played
         missing = [n for n in range(settings.num_episodes) if _episode_id(config, n) not in there]
@@ -372,7 +373,8 @@ def _begin(config: Config, policy: Path, folder: Path) -> None:
         args = config.env.args
         env["args"] = args if isinstance(args, dict) else dataclasses.asdict(args)
     of_recording = dataclasses.asdict(config.demonstrations)
-    of_recording = {key: of_recording[key] for key in ("player", "split", "noise", "num_catalogues")}
+    keys = ["player", "split", "num_catalogues", *(["noise"] if config.demonstrations.player == "script" else [])]
+    of_recording = {key: of_recording[key] for key in keys}
     settings = {"env": env, "demonstrations": of_recording}
     by_policy = config.demonstrations.player == "policy"
     if by_policy:
@@ -401,7 +403,7 @@ def _begin(config: Config, policy: Path, folder: Path) -> None:
                 fix += (
                     f"; others are recorded with demonstrations.dir=NEW, and sft.data=[{folder},NEW] learns from both"
                 )
-            raise ConfigError(f"{where} with {key}={theirs[key]}, and not {value}: {fix}")
+            raise ConfigError(f"{where} with {key}={written(theirs[key])}, and not {written(value)}: {fix}")
     if before.weights != weights:
         raise ConfigError(f"{where} of model.path={before.model} with other weights than {header.model} has: {fix}")
 

@@ -309,12 +309,11 @@ def describe(demonstrations: Sequence[Demonstration]) -> str:
     sources = Counter(d.source for d in demonstrations)
     names = list(sources) if len(sources) <= 3 else [min(sources), "...", max(sources)]
     tenths = Counter(min(9, int(10 * score)) for score in scores)
-    histogram = "  ".join(f"{tenth / 10:.1f}: {tenths[tenth]}" for tenth in sorted(tenths))
+    histogram = ", ".join(f"{n / 10:.1f} to {(n + 1) / 10:.1f}: {tenths[n]}" for n in sorted(tenths))
     return (
         f"{len(rows)} demonstrations of {len({d.task for d in demonstrations})} tasks "
         f"({'; '.join(names)})\n"
-        f"score {scores.mean():.3f}, success {np.mean([row.success for row in rows]):.3f}; from each score on: "
-        f"{histogram}\n"
+        f"score {scores.mean():.3f}, success {np.mean([row.success for row in rows]):.3f}; scores from {histogram}\n"
         f"{tokens.sum():,} tokens, {tokens.mean():.0f} an episode ({tokens.min()} to {tokens.max()}), of them "
         f"{np.mean([row.num_action_tokens for row in rows]):.0f} in {np.mean([len(row.turns) for row in rows]):.1f} "
         "answers"
@@ -326,7 +325,7 @@ def readable(demonstration: Demonstration) -> str:
     row = demonstration.trajectory
     lines = [f"== {row.episode_id} · {demonstration.source}, task {row.task_id} · score {row.score:.2f}"]
     for turn in demonstration.text:
-        lines += [turn.observation.strip(), f"> {turn.action}"]
+        lines += [turn.observation.strip(), f"> {turn.said}"]
     # A terminal takes no half of a surrogate pair.
     return "\n".join(lines).encode(errors="backslashreplace").decode()
 
@@ -369,11 +368,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"{options.folder}: env={header.env}, played by {header.player}, tokens of {header.model}")
         print(describe(chosen))
         if options.out is not None:
-            if options.out.exists():
-                raise DemonstrationError(f"--out {options.out} exists: name a new folder")
             aside = options.out.with_name(f"{options.out.name}.new-{os.getpid()}")
             try:
                 with writing_to(f"--out {options.out}"):
+                    if options.out.exists():
+                        raise DemonstrationError(f"--out {options.out} exists: name a new folder")
                     write_header(aside, header)
                     for start in range(0, len(chosen), PART_EPISODES):
                         add_part(aside, chosen[start : start + PART_EPISODES])
@@ -381,7 +380,7 @@ def main(argv: Sequence[str]) -> int:
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
             print(f"written to {options.out}")
-    except (ConfigError, OSError) as error:
+    except ConfigError as error:
         print(f"impala-llm demonstrations: {error}", file=sys.stderr)
         return 2
     return 0

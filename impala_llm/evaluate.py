@@ -70,6 +70,8 @@ class Result:
     """Mean tokens of an episode, observations included; None for a script, which reads none."""
     scores: tuple[float, ...]
     """Score of each task, in order."""
+    task_ids: tuple[int, ...]
+    """Id of each task, in the same order."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ def evaluate(
     result = _result(
         label,
         tasks_label,
+        tasks,
         [episode.score for episode in episodes],
         sum(episode.success for episode in episodes),
         float(np.mean([len(e.turns) for e in episodes])),
@@ -217,7 +220,7 @@ def evaluate_baselines(config: Config, suite: Suite, tasks_label: str, run: Run)
     results = []
     for name, make_script in contract.call(f"env {suite.name}: baselines", lambda: suite.baselines().items()):
         scores, successes, turns = zip(*run(play_all(make_script)), strict=True)
-        results.append(_result(name, tasks_label, scores, sum(successes), float(np.mean(turns)), None))
+        results.append(_result(name, tasks_label, tasks, scores, sum(successes), float(np.mean(turns)), None))
     return results
 
 
@@ -238,11 +241,17 @@ async def _play(script: Script, suite: Suite, task: int, timeout_s: float) -> tu
 
 
 def _result(
-    label: str, tasks: str, scores: Sequence[float], successes: int, turns: float, tokens: float | None
+    label: str,
+    tasks_label: str,
+    tasks: Sequence[int],
+    scores: Sequence[float],
+    successes: int,
+    turns: float,
+    tokens: float | None,
 ) -> Result:
     return Result(
         label=label,
-        tasks=tasks,
+        tasks=tasks_label,
         num_tasks=len(scores),
         score=float(np.mean(scores)),
         score_interval=score_interval(scores),
@@ -251,6 +260,7 @@ def _result(
         turns=turns,
         tokens=tokens,
         scores=tuple(scores),
+        task_ids=tuple(tasks),
     )
 
 
@@ -307,13 +317,15 @@ def num_tasks_said(wanted: int, there: int) -> str:
 
 def show(results: Sequence[Result], examples: Sequence[Example], console: Console) -> None:
     """Print the examples, and the results: one table for policies that have played the same tasks."""
+    in_file = not console.is_terminal  # whose lines are not cut
     for number, example in enumerate(examples, 1):
         console.print(
             f"[bold]Example {number}[/] · task {example.task_id} · score {example.score:.2f}", highlight=False
         )
         for turn in example.turns:
-            console.print(f"  {turn.observation.strip()}", style="dim", highlight=False, markup=False)
-            console.print(f"  > {turn.action}", style="bold", highlight=False, markup=False)
+            observation = f"  {turn.observation.strip()}"
+            console.print(observation, style="dim", highlight=False, markup=False, soft_wrap=in_file)
+            console.print(f"  > {turn.said}", style="bold", highlight=False, markup=False, soft_wrap=in_file)
     for (tasks, num_tasks), group in itertools.groupby(results, key=lambda r: (r.tasks, r.num_tasks)):
         rows = list(group)
         # A policy alone has its name, which may be long, above the table and not in a narrow column.
@@ -335,14 +347,18 @@ def show(results: Sequence[Result], examples: Sequence[Example], console: Consol
         console.print(table)
 
 
+def score_change(before: Result, after: Result) -> tuple[float, tuple[float, float]]:
+    """Mean difference of two policies on the same tasks, each compared with itself, and its 95 % interval."""
+    return float(np.mean(np.subtract(after.scores, before.scores))), change_interval(before.scores, after.scores)
+
+
 def difference(before: Result, after: Result) -> str:
     """A sentence on how the second policy differs from the first on the same tasks, each compared with itself.
 
     A difference whose interval lies within `NEGLIGIBLE` of zero is no progress, even where it is significant.
     """
-    change = [b - a for a, b in zip(before.scores, after.scores, strict=True)]
-    low, high = change_interval(before.scores, after.scores)
-    if len(change) < FEWEST_TASKS:
+    change, (low, high) = score_change(before, after)
+    if after.num_tasks < FEWEST_TASKS:
         verdict = f"fewer than {FEWEST_TASKS} tasks cannot tell policies apart: raise evaluation.num_tasks"
     elif -NEGLIGIBLE < low <= high < NEGLIGIBLE:
         verdict = f"practically the same, by less than {NEGLIGIBLE}"
@@ -350,7 +366,7 @@ def difference(before: Result, after: Result) -> str:
         verdict = "within noise" if low <= 0.0 <= high else "better" if low > 0.0 else "worse"
     return (
         f"{after.tasks}: {after.label} - {before.label}: score {before.score:.3f} to {after.score:.3f}, "
-        f"{np.mean(change):+.3f} [{low:+.3f}, {high:+.3f}] over {len(change)} tasks: {verdict}"
+        f"{change:+.3f} [{low:+.3f}, {high:+.3f}] over {after.num_tasks} tasks: {verdict}"
     )
 
 
@@ -368,9 +384,12 @@ def show_differences(pairs: Sequence[tuple[Result, Result]], console: Console) -
     return texts
 
 
-def results_json(results: Sequence[Result]) -> str:
-    """The results as one JSON list; scores of single tasks, from which differences are paired, to four digits."""
-    rows = [{**dataclasses.asdict(r), "scores": [round(score, 4) for score in r.scores]} for r in results]
+def results_json(results: Sequence[Result], pairs: Sequence[tuple[Result, Result]] = ()) -> str:
+    """The results, and how the second one of each pair differs from the first, as docs/evaluation.md has them."""
+    rows = [{**dataclasses.asdict(r), "scores": [round(s, 4) for s in r.scores], "difference": None} for r in results]
+    for before, after in pairs:
+        change, interval = score_change(before, after)
+        rows[results.index(after)]["difference"] = {"to": before.label, "score": change, "score_interval": interval}
     return json.dumps(rows)
 
 
@@ -386,7 +405,7 @@ def compare(config: Config) -> list[Result]:
     pairs = paired(results, *policies)
     text = "\n".join(show_differences(pairs, console))
     try:
-        write_file(Path(config.run.dir) / "evaluation.json", [f"{results_json(results)}\n".encode()])
+        write_file(Path(config.run.dir) / "evaluation.json", [f"{results_json(results, pairs)}\n".encode()])
     except OSError as error:  # as on a full disk: the run is over, and its policy is saved
         print(f"impala-llm: {config.run.dir}/evaluation.json cannot be written ({error.strerror}): copy the table")
     write_comparison(config, *pairs[0], text)
@@ -424,8 +443,8 @@ def main(config: Config, as_json: bool = False) -> int:
     results, examples = evaluate_policies(config, policies)
     console = Console(stderr=as_json)
     show(results, examples, console)
-    if len(policies) == 2:
-        show_differences(paired(results, *policies), console)
+    pairs = paired(results, *policies) if len(policies) == 2 else []
+    show_differences(pairs, console)
     if as_json:
-        print(results_json(results))
+        print(results_json(results, pairs))
     return 0

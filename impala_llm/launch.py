@@ -45,6 +45,8 @@ MAX_LEARNER_RESTARTS = 3
 """Restarts of a learner without a version published in between, however long it ran."""
 STOPPED, BAD_SETTINGS, LEARNER_GONE = 0, 2, 3
 """Exit codes: the run is over; the settings are wrong; (of an actor) the learner is gone, or refuses it."""
+_FINAL = (STOPPED, BAD_SETTINGS, NOT_SAVED)
+"""Exit codes in a run after which a process is not started again."""
 
 
 def plan(config: Config, overrides: Sequence[str], indices: Iterable[int] | None = None) -> list[Child]:
@@ -169,7 +171,6 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
     if not actors:
         once = "once the learner has begun, " if start.goes_on else ""  # config.yaml is that of before until then
         say(f"{once}start actors with {how_to_join(config)}")
-    final = (STOPPED, BAD_SETTINGS, NOT_SAVED)
     with (
         _stop_signal() as stop_signal,
         RunDirectory.create(
@@ -177,26 +178,30 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
         ) as run_dir,
         _terminal_view(config) as view,
     ):
-        learner.rendezvous_dir = run_dir.path
+        learner.rendezvous_dir, waits_for_others = run_dir.path, False
         try:
             view.status("the learner and its actors are starting")
             for child in children:
                 child.start()
-            while not stop_signal() and keep_alive(learner, final, most=MAX_LEARNER_RESTARTS):
-                _show(learner, view)
-                for actor in actors:
-                    actor.receive()  # discarded: the learner reports what actors do
-                if any([not _keep_actor(actor, actors, final) and _has_bad_settings(actor) for actor in actors]):
+            while not stop_signal() and keep_alive(learner, _FINAL, most=MAX_LEARNER_RESTARTS):
+                for child in children:
+                    _show(child, view)  # what actors play the learner reports
+                if learner.restart_at:
+                    view.status("the learner is started again")
+                if any([not _keep_actor(actor, actors, _FINAL) and _has_bad_settings(actor) for actor in actors]):
                     break
+                if not waits_for_others and actors and all(actor.is_given_up for actor in actors):
+                    waits_for_others = True
+                    say(f"the learner waits for other actors, until Ctrl-C; {how_to_join(config)} starts them")
                 time.sleep(POLL_S)
         finally:
             _show(learner, view)
             view.status("the processes are ending")
             end(children, polite=not stop_signal() and learner.poll() in (STOPPED, NOT_SAVED))
             _show(learner, view)  # where the policy is
-            at_step = view.step
+            position = view.position
     if stop_signal():
-        at = f" at update {at_step} of {config.learner.total_updates}" if config.run.terminal else ""
+        at = f" at update {position}" if position else ""
         onward = "; the same command goes on with it" if can_go_on(config) else ""
         say(f"the run was interrupted by {signal_name(stop_signal())}{at}{onward}")
         return 128 + stop_signal()
@@ -292,6 +297,8 @@ def _actors_status(actors: Sequence[Child], at_play: dict[str, list[float]]) -> 
             match message:
                 case {"at_play": [int() | float() as episodes, int() | float() as tokens_per_s]}:
                     at_play[actor.name] = [episodes, tokens_per_s]
+                case {"say": text}:
+                    _print(text)
         if actor.poll() is not None:
             at_play.pop(actor.name, None)
     if not at_play:
@@ -379,19 +386,22 @@ def discard_lost_output() -> None:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
-def _show(learner: Child, view: TerminalView) -> None:
-    """Show the messages of the learner, and whether it is down."""
-    for message in learner.receive():
+def _print(text: object) -> None:
+    """Print a line. On a full disk it is lost, and the run continues."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
+def _show(child: Child, view: TerminalView) -> None:
+    """Show the messages of a process."""
+    for message in child.receive():
         match message:
             case {"say": text}:
-                with contextlib.suppress(OSError):  # on a full disk the line is lost, and the run goes on
-                    print(text, flush=True)
+                _print(text)
             case {"wait": missing}:
                 view.wait(missing)
             case {"update": [step, metrics, progress]}:
                 view.update(step, metrics, progress)
-    if learner.restart_at:
-        view.status("the learner is started again")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -253,6 +253,11 @@ class Turn:
     action: str
     reward: float
 
+    @property
+    def said(self) -> str:
+        """The action to print: of one without a character that can be seen, that it is empty."""
+        return self.action if self.action.strip() else "(empty)"
+
 
 async def play_episode(
     spec: EpisodeSpec,

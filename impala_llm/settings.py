@@ -127,7 +127,7 @@ class AgentConfig:
     processes: int = bounded(2, least=1, most=256)
     """Processes of an actor in which its agents run."""
     process_memory_mb: int = bounded(4096, least=64)
-    """Memory of such a process beyond which it is replaced."""
+    """Memory of such a process, in MiB, beyond which it is replaced."""
     max_tokens: int | None = bounded(None, least=2)
     """Tokens of an episode in all branches of its conversation, with what they share counted in each; null: four times
     engine.max_length."""
@@ -471,6 +471,9 @@ class LearnerConfig:
     checkpoints_kept: int = bounded(2, least=0)
     """Checkpoints that stay on the disk, the newest ones, and beside them the best by evaluation. 0: none is written,
     and a run that has ended cannot go on."""
+    rank_timeout_s: float = bounded(3600.0, least=1, most=1e6)
+    """Several ranks: one that waits for another for longer ends with an error. The others wait also while rank 0
+    compares the checksums of a checkpoint, or writes one: 100 GB take ten minutes at 160 MB/s."""
     stall_timeout_s: float = bounded(600.0, least=1, most=1e6)
     """The learner ends with an error when no batch came together for so long. Time in which it has no actor does not
     count: they may be started, and come back, at any time."""
@@ -491,7 +494,7 @@ class ReplayConfig:
     capacity: int = bounded(4096, least=1)
     """Trajectories a rank keeps."""
     capacity_mb: int = bounded(512, least=1)
-    """Megabytes a rank keeps at most."""
+    """MiB that a rank keeps at most."""
     recency_tau: float | None = bounded(None, least=1e-06)
     """τ of e^(-age/τ), in versions; None: recency off."""
     advantage_exponent: float = bounded(0.0, least=0, most=100)
@@ -524,7 +527,7 @@ class ReplayConfig:
 @dataclass
 class PipelineConfig:
     arena_mb: int = bounded(64, least=1, most=1 << 20)
-    """Shared memory of an actor for trajectories under way, in equal parts for the learner's ranks."""
+    """Shared memory of an actor for trajectories under way, in MiB, in equal parts for the learner's ranks."""
     weight_slots: int = bounded(3, least=2, most=64)
     """Versions of the weights that lie on the board at once."""
     weights_dtype: str = one_of("float32", "engine")
@@ -569,7 +572,7 @@ class EvaluationConfig:
     """`impala-llm evaluate`: policy that the one of model.path began as, a Hugging Face directory or the name of one
     in impala_llm/assets; it plays the same tasks, and the paired difference is printed."""
     num_examples: int = bounded(3, least=0)
-    """Episodes printed to read."""
+    """Episodes printed to read: the first ones, in canonical order, of the policy that is evaluated."""
     every_updates: int | None = bounded(None, least=1)
     """Evaluate inside of the run, at its start, after every so many updates and at its end: actors play validation
     tasks with the published weights, beside their training episodes. None: not by updates."""

@@ -9,30 +9,28 @@ Invariant: run.seed and the number of an update determine its rows, so a warm st
 checkpoint is the same as one that was not interrupted.
 """
 
-import hashlib
 import os
+import shlex
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer
 
 from impala_llm.config import ConfigError, num_cores, to_yaml
-from impala_llm.demonstrations import Demonstration, DemonstrationError, fingerprint, read, read_header
+from impala_llm.demonstrations import DemonstrationError
 from impala_llm.engines.base import ModelRefused
-from impala_llm.envs.webshop.learned_catalogues import learned_of, with_learned
+from impala_llm.envs.webshop.learned_catalogues import with_learned
 from impala_llm.imitation import Imitation
 from impala_llm.learning.cautions import other_value_head, slow_precision
 from impala_llm.learning.checkpoints.files import CheckpointError, checkpoints, newest_whole, set_aside
-from impala_llm.learning.checkpoints.folder_owner import FolderOwner, wait_for_owner
+from impala_llm.learning.checkpoints.folder_owner import FILE, FolderOwner, wait_for_owner
 from impala_llm.learning.checkpoints.policy_folders import put_policies_back, replace_folder
 from impala_llm.learning.checkpoints.reader import CheckpointReader
 from impala_llm.learning.checkpoints.writer import Checkpointer, RankState, tensors_of
@@ -50,10 +48,11 @@ from impala_llm.observability.writers import MetricWriter
 from impala_llm.processes.compiled_code import keep_compiled_code
 from impala_llm.processes.stop_signals import StopSignals
 from impala_llm.processes.supervised import say
-from impala_llm.settings import Config
-from impala_llm.sft_settings import changed, check_facts, facts, keep
-from impala_llm.trajectory import Trajectory, TrajectoryError
-from impala_llm.writable_folders import try_to_write, writing_to
+from impala_llm.settings import Config, written
+from impala_llm.sft_data import Data, load_data
+from impala_llm.sft_settings import changed, check_facts, check_folder, facts, keep
+from impala_llm.trajectory import Trajectory
+from impala_llm.writable_folders import removed_if_refused, try_to_write, writing_to
 
 STATE = "state"
 """Folder of the checkpoints in `sft.dir`. Not those of a run: a run that finds its own there continues from them."""
@@ -62,87 +61,6 @@ _SAY_EVERY_S = 10.0
 
 class NotSaved(Exception):
     """The disk refused the policy. The message says what is kept."""
-
-
-@dataclass(frozen=True)
-class Data:
-    """Demonstrations to learn from, and to measure on."""
-
-    learned: list[Trajectory]
-    held_out: list[Trajectory]
-    checksum: str
-    """Checksum of both: with another one, a checkpoint is of other data."""
-    catalogues: dict[str, set[int]]
-    """Made catalogues that they are of, see `learned_catalogues`."""
-
-
-def load_data(config: Config, policy: Path, folders: Sequence[Path]) -> Data:
-    """Read demonstrations, and hold those of some tasks out.
-
-    Raises:
-        DemonstrationError: there are none, they are damaged, or the policy cannot learn from them.
-    """
-    tokenizer = fingerprint(AutoTokenizer.from_pretrained(policy))
-    vocab_size = AutoConfig.from_pretrained(policy).get_text_config().vocab_size
-    found: list[Demonstration] = []
-    catalogues: dict[str, set[int]] = {}
-    for folder in folders:
-        header = read_header(folder)
-        if header.tokenizer != tokenizer:
-            raise DemonstrationError(
-                f"{folder} has tokens of model.path={header.model}, whose tokenizer or chat template is another than "
-                f"that of model.path={config.model.path}: record the demonstrations again with this one"
-            )
-        for d in read(folder):
-            try:
-                d.trajectory.validate_vocabulary(vocab_size)
-            except TrajectoryError as error:
-                raise DemonstrationError(
-                    f"{folder}, episode {d.trajectory.episode_id}, cannot be learned by model.path="
-                    f"{config.model.path}: {error}: copy the folder again, or record the demonstrations again with "
-                    "this model"
-                ) from None
-            found.append(d)
-            if d.trajectory.score >= config.sft.min_score:
-                for kind, seeds in learned_of(header.settings, [d.source]).items():
-                    catalogues.setdefault(kind, set()).update(seeds)
-    there = len(found)
-    found = [d for d in found if d.trajectory.score >= config.sft.min_score]
-    where = f"{'sft.data' if config.sft.data else 'demonstrations.dir'}={','.join(map(str, folders))}"
-    if there == 0:
-        fix = "record some with `impala-llm demonstrate`, or name another folder"
-        if not config.sft.data:
-            fix = "none was recorded; play an episode to its end, or name a folder that has some with sft.data"
-        raise DemonstrationError(f"{where} holds no demonstrations: {fix}")
-    if not found:
-        raise DemonstrationError(
-            f"{where}: none of {there} demonstrations has sft.min_score={config.sft.min_score:g}: lower it, or record "
-            "others"
-        )
-    longest = max(d.trajectory.num_tokens for d in found)
-    if longest > config.engine.max_length:
-        number = sum(d.trajectory.num_tokens > config.engine.max_length for d in found)
-        raise DemonstrationError(
-            f"{where}: {number} demonstrations have more than engine.max_length={config.engine.max_length} tokens, the "
-            f"longest {longest}: raise it to that, or record them again with this one"
-        )
-    tasks = sorted({d.task for d in found})
-    order = np.random.default_rng(config.run.seed).permutation(len(tasks))
-    held_out = {tasks[i] for i in order[: min(config.sft.held_out_tasks, len(tasks) // 10)]}
-    return Data(
-        [d.trajectory for d in found if d.task not in held_out],
-        [d.trajectory for d in found if d.task in held_out],
-        _digest(d.trajectory for d in found),
-        catalogues,
-    )
-
-
-def _digest(trajectories: Iterable[Trajectory]) -> str:
-    """Hash of what is learned from, in order."""
-    digest = hashlib.sha256()
-    for t in trajectories:
-        digest.update(t.tokens.tobytes() + t.turns.tobytes() + t.rewards.tobytes())
-    return digest.hexdigest()
 
 
 class WarmStart:
@@ -198,9 +116,10 @@ class WarmStart:
         self.began_at = self.said_at = self.saved_at = time.monotonic()
         self.tokens_since = 0
         size = sum(p.numel() for p in model.lm.parameters())
+        within = "" if sft.max_minutes is None else f" or {sft.max_minutes:g} minutes, whichever are over first"
         say(
             f"sft: {config.model.path}, {size:,} parameters on {self.ranks.device}, learns from {len(data.learned)} "
-            f"demonstrations in {self.total} updates; {len(data.held_out)} are held out"
+            f"demonstrations in {self.total} updates{within}; {len(data.held_out)} are held out"
         )
 
     @property
@@ -229,7 +148,8 @@ class WarmStart:
         if self.told < self.update:
             self.tell()
         unsaved = self.save()
-        say(f"sft: the policy is saved in {self.folder / 'policy'}: train it with model.path={self.folder / 'policy'}")
+        policy = self.folder / "policy"
+        say(f"sft: the policy is saved in {policy}: train it with {shlex.quote(f'model.path={policy}')}")
         if unsaved:
             say(f"sft: {unsaved}")
 
@@ -284,7 +204,7 @@ class WarmStart:
         parts = [f"{said} {found[f'sft/{name}']:.4f}" for name, said in names.items() if f"sft/{name}" in found]
         if self.update:
             parts.append(f"{found['sft/tokens_per_s']:,.0f} tokens/s")
-        say(f"sft: update {self.update} of {self.total}, {self.progress:.0%}: {', '.join(parts)}")
+        say(f"sft: update {self.update} ({self.progress:.0%}): {', '.join(parts)}")
         self.said_at, self.tokens_since, self.told = now, 0, self.update
 
     # --- settings, checkpoints and result
@@ -396,12 +316,18 @@ def warm_start(config: Config, folders: Sequence[Path]) -> Path:
     """
     policy = resolve_policy(config)
     folder = Path(config.sft.dir)
+    check_folder(folder)
     lost = wait_for_owner(folder, say, "end it first, or set another sft.dir")
-    with writing_to(f"sft.dir={folder}"):
-        try_to_write(folder)
     with ExitStack() as stack:
+        stack.enter_context(removed_if_refused(folder, FILE))
+        with writing_to(f"sft.dir={folder}"):
+            try_to_write(folder)
         owner = stack.enter_context(FolderOwner(folder, lost=lost))  # before minutes of reading
-        data = load_data(config, policy, folders)
+        try:
+            data = load_data(config, policy, folders)
+        except DemonstrationError as error:
+            key, value = ("sft.data", config.sft.data) if config.sft.data else ("demonstrations.dir", folders[0])
+            raise DemonstrationError(f"{key}={written(value)}: {error}") from None
         stops = StopSignals()
         warm = WarmStart(config, data, policy, owner, stack, stops)
         if warm.update == 0:  # else once an update was made with them

@@ -13,7 +13,8 @@ import yaml
 
 from impala_llm.checks.idle_settings import given_keys
 from impala_llm.config import ConfigError, to_yaml
-from impala_llm.learning.checkpoints.files import write_file
+from impala_llm.learning.checkpoints.files import FOLDER, write_file
+from impala_llm.observability.writers import last_metrics
 from impala_llm.settings import Config, LearnerConfig, SftConfig, leaves, model_directory, written
 
 _FILE = "config.yaml"
@@ -30,7 +31,7 @@ _OF_TRAIN = {"learner.total_updates": "sft.max_updates"} | {
     f"learner.{of.name}": f"sft.{of.name}" for of in fields(SftConfig) if of.name in vars(LearnerConfig())
 }
 """Settings that a warm start does not read, and its own in their place."""
-_NOT_READ = "learner.value_warmup_updates"
+_NOT_READ = ("learner.value_warmup_updates", "learner.minibatches", "learner.save_every")
 
 
 def check_words(words: Sequence[str]) -> None:
@@ -41,10 +42,15 @@ def check_words(words: Sequence[str]) -> None:
         for key, own in _OF_TRAIN.items()
         if key in given
     ]
-    if _NOT_READ in given:
-        problems.append(f"{_NOT_READ} has no effect on `impala-llm sft`: leave it out")
+    problems += [f"{key} has no effect on `impala-llm sft`: leave it out" for key in _NOT_READ if key in given]
     if problems:
         raise ConfigError.of(problems)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ConfigError where a run lies in the folder: its policy and metrics would be replaced."""
+    if (folder / FOLDER).is_dir() or "learner/version" in last_metrics(folder / "tensorboard"):
+        raise ConfigError(f"sft.dir={folder} holds a run, whose policy would be replaced: set another sft.dir")
 
 
 def facts(config: Config, data: str, weights: int | None) -> dict[str, Any]:
@@ -89,7 +95,7 @@ def check_facts(config: Config, before: dict[str, Any], now: dict[str, Any]) -> 
             differs = {
                 "sft.data": "other demonstrations",
                 "weights": f"adapters of other weights than model.path={config.model.path} has now",
-            }.get(key, f"{key}={was}, and not {value}")
+            }.get(key, f"{key}={written(was)}, and not {written(value)}")
             if key == "sft.value_coef" and value != config.sft.value_coef:
                 differs += f" (with algorithm.credit={config.algorithm.credit.name})"
             raise ConfigError(

@@ -1,8 +1,10 @@
 """Folders that a command writes to: tried before anything is played or learned, and refused in a sentence."""
 
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -19,6 +21,21 @@ def try_to_write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"a disk that is full refuses this")
+
+
+@contextmanager
+def removed_if_refused(folder: Path, note: str) -> Iterator[None]:
+    """Remove a folder that the block makes before it raises an error, unless more files than `note` are in it."""
+    missing = [part for part in (folder, *folder.parents) if not os.path.exists(part)]
+    try:
+        yield
+    except Exception:
+        if missing and {path.name for path in folder.rglob("*") if not path.is_dir()} <= {note}:
+            shutil.rmtree(folder, ignore_errors=True)
+            for part in missing[1:]:
+                with suppress(OSError):  # it could not be made, or another process uses it by now
+                    part.rmdir()
+        raise
 
 
 @contextmanager

@@ -264,6 +264,14 @@ def test_a_dry_run_refuses_what_the_start_refuses_and_neither_leaves_a_folder(
     assert [path.name for path in (tmp_path / "outputs" / "toy").iterdir()] == ["tensorboard"]
 
 
+def test_a_dry_run_makes_the_tasks(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = "class Suite:\n    def __init__(self):\n        raise OSError('no data here')\n"
+    (user_folder / "empty.py").write_text(code)
+    assert cli.main(["train", "experiment=toy", "env=empty:Suite", "--dry-run"]) == 2
+    printed = capsys.readouterr()
+    assert "env.name=empty:Suite cannot be made: OSError: no data here" in printed.err and "# actor 0" in printed.out
+
+
 def test_a_key_that_is_given_twice_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -304,6 +312,20 @@ def test_evaluate_gets_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["evaluate", "experiment=toy", "evaluation.num_tasks=7"]) == 0
     assert cli.main(["evaluate", "--json", "experiment=toy", "evaluation.num_tasks=8"]) == 0
     assert calls == [(7, False), (8, True)]
+
+
+def test_an_evaluation_says_that_the_unseen_catalogue_is_that_of_its_tasks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from impala_llm import evaluate
+
+    monkeypatch.setattr(evaluate, "main", lambda config, as_json: 0)
+    words = ["evaluate", "experiment=quickstart"]
+    assert cli.main([*words, "env.webshop.catalogue_seed=7"]) == 0
+    [said] = capsys.readouterr().err.splitlines()
+    assert "evaluation.unseen_seed=7 is left out" in said and "env.webshop.catalogue_seed=7" in said
+    for word in ("env.webshop.catalogue_seed=0", "evaluation.unseen_seed=null"):
+        assert cli.main([*words, word]) == 0 and capsys.readouterr().err == ""
 
 
 def test_a_runs_config_means_the_policy_that_it_has_learned(

@@ -139,13 +139,14 @@ def test_a_name_that_is_too_long_for_a_file_is_refused_as_any_other(key: str):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("learner: [1, 2]", ["learner=[1, 2]: learner is a group of settings", "learner.num_ranks=1"]),
-        ("learner:", ["learner=None: learner is a group of settings"]),
+        ("learner: [1, 2]", ["learner=[1,2]: learner is a group of settings", "learner.num_ranks=1"]),
+        ("learner:", ["learner=null: learner is a group of settings"]),
         ("env: {webshop: 5}", ["env.webshop=5: env.webshop is a group of settings", "env.webshop.items="]),
         ("engine: {urls: 'http://a:1'}", ["engine.urls=http://a:1 ", "write 'engine.urls=[http://a:1]'"]),
         ("run: {name: '${oc.env:NOT_SET}'}", ["run.name=${oc.env:NOT_SET} ", "'NOT_SET' not found"]),
         ("learner: {epochs: '${learner.epochs}'}", ["learner.epochs=${learner.epochs} ", "write the value itself"]),
         ("learner: {epochs: '${nope}'}", ["learner.epochs=${nope} ", "'nope' not found"]),
+        ("learner: {batch_size: null}", ["learner.batch_size=null needs a value: the default is 64"]),
         ("defaults: [nope]", ["defaults has 'nope'", "override /algorithm: vtrace"]),
     ],
 )
@@ -354,6 +355,11 @@ def test_none_is_null_on_the_command_line() -> None:
             ["model.lora.targets=['all-linear', 'q_proj']", "set model.lora.targets=[all-linear]", "[q_proj]"],
         ),
         (["model.lora.rank=4", "model.lora.targets=[]"], ["targets=[] leaves nothing", "set [all-linear]"]),
+        (["run.resume=0"], ["run.resume=0", "choose one of auto, true, false"]),
+        (
+            ["algorithm=ppo", "algorithm.credit.value_coef=0", "learner.value_warmup_updates=3"],
+            ["learner.value_warmup_updates=3", "algorithm.credit.value_coef=0", "nothing would learn"],
+        ),
         (["model.lora.rank=100000"], ["model.lora.rank=100000", "1024"]),
         (
             ["algorithm=group_relative", "learner.num_ranks=3", "learner.batch_size=64"],

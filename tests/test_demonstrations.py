@@ -35,7 +35,7 @@ from impala_llm.demonstrations import (
 from impala_llm.envs.toy import CorridorSuite, ToyScript
 from impala_llm.pipeline.shm.actor_claims import claimed_servers
 from impala_llm.rollout import Turn
-from impala_llm.sft import load_data
+from impala_llm.sft_data import load_data
 from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS
 
 SHOP = (
@@ -278,8 +278,8 @@ def test_an_empty_recording_is_told_by_its_own_key(
         given = words(tmp_path, tiny_model, "demonstrations.player=person", f"sft.dir={tmp_path / 'sft'}")
         assert main(["sft", *given]) == 2
     said = capsys.readouterr().err
-    assert f"demonstrations.dir={tmp_path / 'demonstrations'} holds no demonstrations: none was recorded" in said
-    assert "sft.data=" not in said
+    assert f"demonstrations.dir={tmp_path / 'demonstrations'}: there are no demonstrations: none was recorded" in said
+    assert f"sft.data=[{tmp_path}" not in said
 
 
 def test_damaged_arrays_are_told_before_anything_is_played(
@@ -325,6 +325,7 @@ def test_an_environment_without_a_script_is_refused(
     given = words(user_folder, tiny_model, "env.name=unscripted:Suite")
     assert main(["demonstrate", *given]) == 2
     assert "demonstrations.player=script" in capsys.readouterr().err
+    assert not (user_folder / "demonstrations").exists()
 
 
 @pytest.mark.parametrize(
@@ -345,6 +346,7 @@ def test_settings_that_are_left_out_make_a_folder_another_one(user_folder: Path,
     (user_folder / "mapped.py").write_text(
         "from impala_llm.envs.toy import ParrotSuite\n"
         "class Suite(ParrotSuite):\n"
+        "    Options = None\n"
         "    def __init__(self, config: dict = {}):\n"
         "        super().__init__()\n"
     )
@@ -393,10 +395,29 @@ def test_they_are_shown_and_filtered_by_score(noisy: Path, tmp_path: Path, capsy
     assert main(["demonstrations", str(noisy), "--min-score", "1", "--read", "1", "--out", str(tmp_path / "good")]) == 0
     printed = capsys.readouterr().out
     assert f"{len(good)} demonstrations" in printed and "score 1.000, success 1.000" in printed
+    assert f"scores from 0.9 to 1.0: {len(good)}\n" in printed
     assert good[0].text[0].observation in printed and f"> {good[0].text[0].action}" in printed
     kept = list(read(tmp_path / "good"))
     assert [d.trajectory.episode_id for d in kept] == [d.trajectory.episode_id for d in good]
     assert all((a.trajectory.block == b.trajectory.block).all() for a, b in zip(kept, good, strict=True))
+
+
+def test_a_reader_that_has_read_enough_ends_it_quietly(
+    noisy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `head` does."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main(["demonstrations", str(noisy), "--read", "30"]) == 128 + signal.SIGPIPE
+    assert capsys.readouterr().err == ""
+
+
+def test_an_empty_answer_is_named(recorded: Path) -> None:
+    found = next(iter(read(recorded)))
+    empty = dataclasses.replace(found, text=(Turn("say a", "", 0.0), Turn("say b", "b", 1.0)))
+    assert readable(empty).splitlines()[1:] == ["say a", "> (empty)", "say b", "> b"]
 
 
 def test_parts_that_are_filtered_have_as_many_episodes_as_documented(noisy: Path, tmp_path: Path) -> None:

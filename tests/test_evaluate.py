@@ -21,12 +21,13 @@ from impala_llm.config import ConfigError, load
 from impala_llm.engines.base import Generation, SamplingParams
 from impala_llm.envs import make_suite
 from impala_llm.envs.contract import EnvironmentFault
-from impala_llm.evaluate import Result, difference, evaluate, results_json, show
+from impala_llm.evaluate import Example, Result, difference, evaluate, results_json, show
 from impala_llm.learning.policy.policy_files import resolve_policy
 from impala_llm.learning.policy.scratch import make_scratch_policy
-from impala_llm.observability.intervals import mean_interval, score_interval, wilson_interval
+from impala_llm.observability.intervals import change_interval, mean_interval, score_interval, wilson_interval
 from impala_llm.observability.writers import MetricWriter
 from impala_llm.pipeline.shm.actor_claims import claimed_servers
+from impala_llm.rollout import Turn
 from impala_llm.settings import Config
 from tests.engines.sglang.fake_server import FakeServer
 from tests.helpers import events_of
@@ -238,6 +239,7 @@ def test_before_and_after_are_shown_and_kept(config: Config, monkeypatch: pytest
     assert played == [{"before": resolve_policy(config), "after": tmp_path / "policy"}]
     kept = json.loads((tmp_path / "evaluation.json").read_text())
     assert [(r["label"], r["score"], r["num_tasks"]) for r in kept] == [("before", 0.25, 40), ("after", 1.0, 40)]
+    assert kept[1]["difference"]["score"] == 0.75
     events = events_of(tmp_path / "tensorboard")
     for name, value in (("before_score", 0.25), ("after_score", 1.0), ("after_success_rate", 1.0)):
         assert [(event.step, event.value) for event in events.Scalars(f"evaluation/{name}")] == [(120, value)]
@@ -263,7 +265,9 @@ def test_a_comparison_without_room_for_its_file_is_shown_and_logged_all_the_same
 
 
 def test_a_table_names_policies_numbers_and_intervals() -> None:
-    result = Result("after", "toy, split test", 40, 0.5, (0.4, 0.6), 0.25, (0.14, 0.4), 3.0, 17.4, (0.5,) * 40)
+    result = Result(
+        "after", "toy, split test", 40, 0.5, (0.4, 0.6), 0.25, (0.14, 0.4), 3.0, 17.4, (0.5,) * 40, (7,) * 40
+    )
     console = Console(file=io.StringIO(), width=200)
     show([result], [], console)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
@@ -271,6 +275,15 @@ def test_a_table_names_policies_numbers_and_intervals() -> None:
         assert word in printed
     [read] = json.loads(results_json([result]))
     assert read["success_interval"] == [0.14, 0.4]
+
+
+def test_episodes_in_a_file_have_lines_as_they_were_read_and_empty_answers_are_named() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    read = " ".join(["word"] * 50)
+    show([], [Example(3, 0.5, [Turn(read, "", 0.0), Turn("say a", " \n", 0.5)])], console)
+    first, *lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert first == "Example 1 · task 3 · score 0.50"
+    assert lines == [f"  {read}", "  > (empty)", "  say a", "  > (empty)"]
 
 
 def test_how_many_of_the_tasks_are_played_is_said_with_its_key(
@@ -287,9 +300,8 @@ def test_how_many_of_the_tasks_are_played_is_said_with_its_key(
 
 def test_the_difference_is_paired_task_by_task() -> None:
     def result(label: str, scores: list[float]) -> Result:
-        return Result(
-            label, "toy", len(scores), float(np.mean(scores)), (0.0, 0.0), 0.0, (0.0, 0.0), 1.0, 1.0, tuple(scores)
-        )
+        mean, tasks = float(np.mean(scores)), tuple(range(len(scores)))
+        return Result(label, "toy", len(scores), mean, (0.0, 0.0), 0.0, (0.0, 0.0), 1.0, 1.0, tuple(scores), tasks)
 
     # Differences 0, 1, 1, 0: see test_mean_interval_by_hand. Each alone the two score alike: 0, 1, 0, 1 and 0, 2, 1, 1.
     said = difference(result("before", [0.0, 1.0, 0.0, 1.0]), result("after", [0.0, 2.0, 1.0, 1.0]))
@@ -315,7 +327,9 @@ def test_the_difference_is_paired_task_by_task() -> None:
 
 def test_a_table_of_80_columns_names_a_run_in_one_line() -> None:
     label = "runs/of/a/long/name/outputs/a_run_of_mine/policy"
-    result = Result(label, "toy, split test", 500, 0.5, (0.4, 0.6), 0.25, (0.14, 0.4), 3.0, 1234.4, (0.5,) * 500)
+    result = Result(
+        label, "toy, split test", 500, 0.5, (0.4, 0.6), 0.25, (0.14, 0.4), 3.0, 1234.4, (0.5,) * 500, (7,) * 500
+    )
     console = Console(file=io.StringIO(), width=80)
     show([result], [], console)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
@@ -517,9 +531,18 @@ def test_a_start_is_played_too_and_the_difference_is_said(
     )
     monkeypatch.setattr(evaluation, "make_suite", lambda env: parrots_with_baselines(config))
     config.evaluation.start = str(start)
-    assert evaluation.main(config) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "after - before: score 0.250 to 1.000" in said and "over 40 tasks: better" in said
+    assert evaluation.main(config, as_json=True) == 0
+    printed = capsys.readouterr()
+    said = " ".join(printed.err.split())
+    assert "after - before: score 0.250 to 1.000, +0.750 [+0." in said and "over 40 tasks: better" in said
+    rows = json.loads(printed.out)
+    assert [row["label"] for row in rows] == ["one letter", "reader", "before", "after"]
+    for row in rows:
+        assert row["task_ids"] == list(make_suite(config.env).tasks("test"))[:40] and len(row["scores"]) == 40
+    assert [row["difference"] for row in rows[:3]] == [None] * 3
+    change = rows[-1]["difference"]
+    assert (change["to"], change["score"]) == ("before", 0.75)
+    assert change["score_interval"] == pytest.approx(change_interval(rows[2]["scores"], rows[3]["scores"]))
     config.evaluation.start = "no_such_policy"
     with pytest.raises(ConfigError, match="evaluation.start=no_such_policy"):
         evaluation.main(config)

@@ -206,7 +206,7 @@ def test_a_dead_actor_starts_again_after_a_moment(capfd: pytest.CaptureFixture[s
     assert keep_alive(actor, final=(0,)) and actor.starts == 1
 
 
-def test_one_that_keeps_dying_waits_longer_and_is_given_up() -> None:
+def test_one_that_keeps_dying_waits_longer_and_is_given_up(capfd: pytest.CaptureFixture[str]) -> None:
     clock = PlayedClock()
     actor = PlayedChild(1, clock)
     waits = []
@@ -217,6 +217,8 @@ def test_one_that_keeps_dying_waits_longer_and_is_given_up() -> None:
         waits.append(clock.now - died)
     assert waits == [min(30.0, 2.0**n) for n in range(MAX_RESTARTS)]
     assert actor.starts == MAX_RESTARTS
+    said = "".join(capfd.readouterr())
+    assert said.count(" died (") == MAX_RESTARTS + 1 and said.count("and is not started again") == 1
 
 
 @pytest.mark.parametrize("most", [launch.MAX_LEARNER_RESTARTS, MAX_RESTARTS])
@@ -312,6 +314,24 @@ def test_huge_pages_are_asked_for_where_memory_is_given_back_at_once(monkeypatch
     monkeypatch.delenv(HUGE_PAGES, raising=False)
     every, none = ([f"learner.activation_checkpointing={n}"] for n in (1, 0))
     assert child_environment(load(every), ())[HUGE_PAGES] == "1" and HUGE_PAGES not in child_environment(load(none), ())
+
+
+def test_what_actors_say_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learner = PlayedChild(None)
+
+    class Actor(PlayedChild):
+        def receive(self) -> list[dict[str, Any]]:
+            learner.code = self.code = launch.STOPPED  # which ends the loop
+            return [{"say": "a server is waited for"}]
+
+    monkeypatch.setattr(launch, "plan", lambda *_: [learner, Actor(None)])
+    monkeypatch.setattr(launch, "plan_actors", lambda *_: [Actor(None)])
+    words = ["experiment=toy", f"run.name=test-{uuid.uuid4().hex}", f"run.dir={tmp_path / 'run'}"]
+    for supervise in (launch.supervise, launch.supervise_actors):
+        assert supervise(load(words), words) == 0
+        assert "a server is waited for" in capsys.readouterr().out.splitlines()
 
 
 def test_standard_output_on_a_full_disk_ends_no_run_and_leaves_its_exit_code(

@@ -52,10 +52,11 @@ def test_a_recording_that_never_began_does_not_claim_its_folder(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     unscripted = ("env=mixture", "env.args.parts.a={name: parrot}")
+    (tmp_path / "demonstrations").mkdir()  # it stays, with a header alone
     assert main(["demonstrate", *words(tmp_path, tiny_model, *unscripted)]) == 2
     assert "set demonstrations.player=policy" in capsys.readouterr().err
     assert main(["sft", *words(tmp_path, tiny_model, f"sft.data=[{tmp_path / 'demonstrations'}]")]) == 2
-    assert f"sft.data={tmp_path / 'demonstrations'} holds no demonstrations" in capsys.readouterr().err
+    assert f"sft.data=[{tmp_path / 'demonstrations'}]: there are no demonstrations: " in capsys.readouterr().err
     folder = record(load(words(tmp_path, tiny_model, *unscripted, "demonstrations.player=policy")))
     assert len(list(read(folder))) == 3
     with pytest.raises(ConfigError, match="demonstrations.player=policy, and not script: name another folder"):

@@ -282,14 +282,14 @@ def test_a_signal_amid_a_step_waits_for_its_end_and_saves(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (["sft.data=[nowhere]"], "nowhere holds no demonstrations"),
+        (["sft.data=[nowhere]"], "sft.data=[nowhere]: nowhere holds no demonstrations"),
         (["sft.min_score=1", "demonstrations.noise=1", "demonstrations.num_episodes=2"], "has sft.min_score=1: lower"),
-        (["engine.max_length=8"], "demonstrations have more than engine.max_length=8 tokens, the longest "),
+        (["engine.max_length=8"], "/demonstrations]: 40 demonstrations have more than engine.max_length=8 tokens"),
         (["sft.batch_size=5"], "holds a warm start with sft.batch_size=4, and not 5"),
         (["run.seed=5"], "holds a warm start with run.seed=0, and not 5"),
         (
             ["model.value_trunk_gradient=false"],
-            "holds a warm start with model.value_trunk_gradient=True, and not False",
+            "holds a warm start with model.value_trunk_gradient=true, and not false",
         ),
         (["demonstrations.num_episodes=50"], "holds a warm start with other demonstrations"),
         (["sft.dir=/proc/none"], "sft.dir=/proc/none cannot be written to"),
@@ -337,7 +337,7 @@ def test_other_adapters_are_refused(tmp_path: Path, tiny_model: Path, capsys: py
     for change, named in {
         "model.lora.rank=8": "model.lora.rank=4, and not 8",
         "model.lora.alpha=256": "model.lora.alpha=8, and not 256",
-        "model.lora.targets=[q_proj]": "model.lora.targets=['all-linear'], and not ['q_proj']",
+        "model.lora.targets=[q_proj]": "model.lora.targets=[all-linear], and not [q_proj]",
     }.items():
         assert main(["sft", *words(tmp_path, tiny_model, *lora, "sft.max_updates=2", change)]) == 2
         assert f"holds a warm start with {named}: " in capsys.readouterr().err
@@ -393,7 +393,9 @@ def test_each_measurement_is_written_as_it_is_made(
         (2, True),
         (4, True),
     ]
-    assert "sft: update 4 of 81, 100%: loss " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert " in 81 updates or 3 minutes, whichever are over first; " in said
+    assert "sft: update 4 (100%): loss " in said, "no number of updates that the run does not reach"
 
 
 def test_the_last_losses_are_written_wherever_the_time_is_over(
@@ -466,7 +468,23 @@ def test_what_a_killed_one_left_of_its_policy_is_put_back_or_removed(tmp_path: P
 
 def test_another_model_s_tokens_are_refused(tmp_path: Path, recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sft", *words(tmp_path, Path("scratch"), f"sft.data=[{recorded}]")]) == 2
-    assert "tokenizer or chat template is another than that of model.path=scratch" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"sft.data=[{recorded}]: {recorded} has tokens of model.path=" in error
+    assert "tokenizer or chat template is another than that of model.path=scratch" in error
+    assert not (tmp_path / "sft").exists()
+
+
+def test_one_that_is_refused_leaves_no_folder_that_it_has_made(
+    tmp_path: Path, tiny_model: Path, recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = words(tmp_path, tiny_model, f"sft.data=[{recorded}]", "engine.max_length=8")
+    own = [f"sft.dir={tmp_path / 'new' / 'sft'}", f"demonstrations.dir={tmp_path / 'new' / 'demonstrations'}"]
+    assert main(["sft", *given, *own]) == 2
+    assert f"sft.data=[{recorded}]: 40 demonstrations have more than engine.max_length=8" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "sft").mkdir()
+    assert main(["sft", *given]) == 2
+    assert (tmp_path / "sft").is_dir(), "one that was there stays"
 
 
 def test_ids_that_the_model_does_not_know_are_refused(

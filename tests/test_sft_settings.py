@@ -11,6 +11,7 @@ from impala_llm.cli import main
 from impala_llm.config import load
 from impala_llm.demonstrate import record
 from impala_llm.learning.checkpoints.files import newest_whole
+from impala_llm.observability.writers import METRICS_FILE, MetricWriter
 from impala_llm.sft import STATE
 from tests.test_sft import signal_handlers_kept, warm_start, words
 
@@ -61,6 +62,20 @@ def test_a_finished_one_is_not_given_settings_that_it_was_not_learned_with(
     assert [(begun / name).read_bytes() for name in files] == before
 
 
+def test_a_folder_that_holds_a_run_is_refused_and_stays_as_it_is(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its name is easily the same: the default run.dir of run.name=shop is outputs/shop."""
+    folder = tmp_path / "a run"
+    with MetricWriter(folder / "tensorboard", []) as writer:
+        writer.write(1, {"learner/version": 1.0})
+    before = (folder / "tensorboard" / METRICS_FILE).read_bytes()
+    assert main(["sft", *words(tmp_path, tiny_model, *FEW), f"sft.dir={folder}"]) == 2
+    assert "holds a run, whose policy would be replaced: set another sft.dir" in capsys.readouterr().err
+    assert (folder / "tensorboard" / METRICS_FILE).read_bytes() == before
+    assert [path.name for path in folder.iterdir()] == ["tensorboard"]
+
+
 def test_what_has_changed_is_said_where_it_goes_on(
     tmp_path: Path, tiny_model: Path, begun: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,7 +121,7 @@ def test_settings_that_no_update_was_made_with_are_not_kept(
 def test_what_does_not_act_on_the_warm_start_may_change(tmp_path: Path, tiny_model: Path, begun: Path) -> None:
     (begun / "policy" / "model.safetensors").unlink()
     before = (begun / "config.yaml").read_text()
-    others = ("actor.max_episodes=3", "evaluation.num_tasks=7", "sft.held_out_every=2", "learner.save_every=3")
+    others = ("actor.max_episodes=3", "evaluation.num_tasks=7", "sft.held_out_every=2", "replay.capacity=3000")
     warm_start(tmp_path, tiny_model, *FEW, "sft.max_updates=2", *others)
     assert (begun / "policy" / "model.safetensors").is_file()
     assert (begun / "config.yaml").read_text() == before

@@ -225,7 +225,8 @@ def run(settings: RunSettings, start: Path | None = None, save: Path | None = No
 async def _train(config: Config, settings: RunSettings, save: Path | None) -> dict[str, Any]:
     started = time.perf_counter()
     is_corridor = config.env.name == "corridor"
-    suite = CorridorSuite(settings.num_words, settings.num_turns) if is_corridor else make_suite(config.env)
+    options = CorridorSuite.Options(settings.num_words, settings.num_turns)
+    suite = CorridorSuite(options) if is_corridor else make_suite(config.env)
     player = Player(config, settings, suite)
     model = PolicyModel.from_pretrained(
         resolve_policy(config), config.model.value_hidden_size, config.model.value_trunk_gradient

@@ -86,7 +86,7 @@ async def measure_actor(python: str, num_rounds: int, streams: int) -> dict[str,
 
 
 async def _play_episodes(engine: Engine, chat: ChatFormat, streams: int) -> tuple[Round, Requests]:
-    suite = CorridorSuite(num_turns=_TURNS)
+    suite = CorridorSuite(CorridorSuite.Options(num_turns=_TURNS))
     recorder = _Recorder(engine)
     limits = EpisodeLimits(temperature=1.0, max_new_tokens=_NEW_TOKENS, max_length=_MAX_LENGTH)
 

@@ -5,7 +5,7 @@ from typing import Any
 from impala_llm.envs.toy import CorridorSuite
 
 TURNS = 3
-_SUITE = CorridorSuite(num_turns=TURNS)
+_SUITE = CorridorSuite(CorridorSuite.Options(num_turns=TURNS))
 
 
 async def agent(task: Any, client: Any) -> dict[str, Any]:

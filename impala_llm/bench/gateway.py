@@ -88,7 +88,7 @@ async def _measure(rounds: int, episodes: int, tokens: int, hidden: int, process
     from impala_llm.trajectory import Trajectory
 
     torch.set_num_threads(1)
-    suite, limits = CorridorSuite(num_turns=TURNS), EpisodeLimits(1.0, tokens, _MAX_LENGTH)
+    suite, limits = CorridorSuite(CorridorSuite.Options(num_turns=TURNS)), EpisodeLimits(1.0, tokens, _MAX_LENGTH)
     found: dict[str, list[_Round]] = {"direct": [], "gateway": []}
     with tempfile.TemporaryDirectory(prefix="impala_llm-bench-gateway-") as folder:
         policy = make_scratch_policy(Path(folder) / "policy", hidden, 4)

@@ -95,7 +95,7 @@ def field_problems(part: object, prefix: str = "") -> list[str]:
         is_number = isinstance(value, int | float)
         if is_dataclass(value):
             found += field_problems(value, f"{key}.")
-        elif choices and value not in choices and not (bounds and is_number):
+        elif choices and (type(value), value) not in [(type(c), c) for c in choices] and not (bounds and is_number):
             number = f", or a number, {limits(low, high)}" if bounds else ""
             allowed = ", ".join(map(written, choices))
             found.append(f"{key}={written(value)} is not known: choose one of {allowed}{number}")
@@ -147,7 +147,7 @@ def _sharding_problems(config: Config) -> list[str]:
         ]
     targets = config.model.lora.targets
     if rank and not targets:
-        found.append("model.lora.targets=[] leaves nothing to learn: set [all-linear], or names such as [q_proj,v_proj]")
+        found.append("model.lora.targets=[] leaves nothing to learn: set [all-linear], or names such as [q_proj]")
     elif rank and "all-linear" in targets and len(targets) > 1:
         named = [name for name in targets if name != "all-linear"] or ["q_proj", "v_proj"]
         found.append(
@@ -223,6 +223,11 @@ def _schedule_problems(config: Config) -> list[str]:
         found.append(
             f"learner.value_warmup_updates={value_warmup} does not go with algorithm.credit={credit.name}, which has "
             "no value head that could learn meanwhile: set learner.value_warmup_updates=0 or algorithm.credit=gae"
+        )
+    elif value_warmup and getattr(credit, "value_coef", 1.0) == 0:
+        found.append(
+            f"learner.value_warmup_updates={value_warmup} does not go with algorithm.credit.value_coef=0, with which "
+            "nothing would learn meanwhile: set learner.value_warmup_updates=0, or raise algorithm.credit.value_coef"
         )
     return found
 

@@ -1,11 +1,14 @@
 """`impala-llm doctor`: looks at this host, and at how settings fit it; says of each part what is there, and what to do.
 
 The checks of the settings are those that `train` and `actors` make (preflight.py). In addition it checks what a start
-does not look at: versions, what torch makes of the GPUs, memory for the weights, a process group of two ranks.
+does not look at: versions, what torch makes of the GPUs, the tasks, servers of others, memory for the weights, a
+process group of two ranks.
 
-Invariant: it leaves nothing behind, and torch is imported by child processes alone.
+Invariant: it leaves nothing behind, and GPUs are used by child processes alone.
 """
 
+import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -13,8 +16,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -24,24 +25,34 @@ from typing import Any
 import psutil
 from packaging.requirements import Requirement
 
-from impala_llm.commands import model_memory
-from impala_llm.commands.preflight import actors_checks, cpp_compiler, float32_bytes, reserved_bytes, training_checks
+from impala_llm.commands import model_memory, rank_group
+from impala_llm.commands.preflight import (
+    Checks,
+    actors_checks,
+    cpp_compiler,
+    float32_bytes,
+    reserved_bytes,
+    training_checks,
+)
 from impala_llm.config import ConfigError, load, num_cores, threads_per_process
+from impala_llm.engines.sglang.external_server import absent_servers
 from impala_llm.engines.sglang.launch_args import find_python
+from impala_llm.envs import contract
+from impala_llm.envs.base import SPLITS
+from impala_llm.envs.contract import EnvironmentFault
+from impala_llm.gateway.tasks import suite_of
 from impala_llm.gpus import deal_gpus, visible_gpus, with_num_actors
 from impala_llm.hosts import TcpEndpoint, check_connect, rank_endpoint, resolve
-from impala_llm.launch import plan
 from impala_llm.observability.terminal import working
 from impala_llm.pipeline.network.listener import try_to_connect
 from impala_llm.pipeline.shm.run_directory import shared_memory
 from impala_llm.processes.cgroups import most_memory
-from impala_llm.processes.child_processes import Child, end
-from impala_llm.settings import PACKAGE, Config, model_directory
+from impala_llm.settings import Config, model_directory
 
 SHOWN_VERSIONS = ("torch", "transformers", "numpy", "pyzmq", "numba", "safetensors")
 CHILD_S = 180.0
 """Seconds that a process which imports torch may take on a busy machine."""
-CONNECT_S = 5.0
+CONNECT_S, SERVER_S = 5.0, 3.0
 SPARE_FILES = 256
 """Open files of a process beside those for each actor or request."""
 
@@ -59,14 +70,6 @@ for index in range(torch.cuda.device_count()):
         gpu["error"] = str(error).splitlines()[0]
     found["gpus"].append(gpu)
 print(json.dumps(found))
-"""
-RANK_PROBE = """
-import sys
-from impala_llm.learning.ranks.parallel import Ranks
-ranks = Ranks(sys.argv[1], timeout_s=float(sys.argv[2]))
-total = ranks.sum([ranks.rank + 1.0])[0]
-ranks.close()
-sys.exit(0 if total == 3.0 else f"the ranks 1 and 2 have the sum {total}")
 """
 CONFIG_PROBE = """
 import sys
@@ -112,24 +115,33 @@ def main(overrides: Sequence[str], as_json: bool = False) -> int:
 
 
 def examine(overrides: Sequence[str]) -> list[Finding]:
-    """Look at the host, and at the settings on it; where these are refused, at the host alone."""
+    """Look at the host, and at the settings on it; where these are refused, at the host with the default settings."""
     gpus = gpu_names()
     torch = run_probe(TORCH_PROBE)
     found = [versions(), processor_and_memory(), gpu_use(gpus, torch)]
     try:
         config, overrides = with_num_actors(load(overrides), overrides, visible_gpus())
     except ConfigError as error:
-        return [*found, Finding("settings", "refused", [str(error)])]
+        found.append(Finding("settings", "refused; the parts below are with the defaults", str(error).splitlines()))
+        checks, config = training_checks(), load()
+        found += looked_at(config, {part: checks[part] for part in HOST_PARTS})
+        return [*found, open_files(config), process_group(config, (), torch)]
     is_learner = config.pipeline.connect is None or config.pipeline.bind is not None
-    checks = training_checks() if is_learner else actors_checks()
+    found += looked_at(config, training_checks() if is_learner else actors_checks())
+    found += [processes(config), open_files(config)]
+    if is_learner:
+        found += [learner_memory(config, torch), process_group(config, overrides, torch)]
+    return found
+
+
+def looked_at(config: Config, checks: Checks) -> list[Finding]:
+    """Look at the parts of the checks."""
+    found = []
     for part, functions in checks.items():
         problems = [problem for check in functions for problem in check(config)]
         state, more = DETAILS[part](config)
         # If preflight has found the cause, its consequences are not reported as well.
         found.append(Finding(part, state, problems or more))
-    found += [processes(config), open_files(config)]
-    if is_learner:
-        found += [learner_memory(config, torch), process_group(config, overrides, torch)]
     return found
 
 
@@ -234,8 +246,14 @@ def algorithm(config: Config) -> tuple[str, list[str]]:
 
 
 def environment(config: Config) -> tuple[str, list[str]]:
-    """The environment that is played."""
-    return config.env.name, []
+    """The tasks that are played, made as an actor makes them."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # a library may greet
+            suite = suite_of(config)
+            sizes = [f"{split} {len(contract.tasks(suite, split))}" for split in SPLITS]
+    except EnvironmentFault as error:
+        return "agent" if config.agent.is_set else config.env.name, [str(error)]
+    return f"{suite.name}, tasks: {', '.join(sizes)}", []
 
 
 def model(config: Config) -> tuple[str, list[str]]:
@@ -275,8 +293,9 @@ def engine(config: Config) -> tuple[str, list[str]]:
     sglang = f"SGLang {said['said']} with {python}" if said.get("said") else "SGLang is not installed"
     if config.engine.name != "sglang":
         return f"engine={config.engine.name}; {sglang}, not used", []
-    where = f"; servers at {', '.join(config.engine.urls)}" if config.engine.urls else ""
-    return f"engine=sglang; {sglang}{where}", []
+    urls = config.engine.urls or []
+    where = f"; servers at {', '.join(urls)}" if urls else ""
+    return f"engine=sglang; {sglang}{where}", asyncio.run(absent_servers(urls, SERVER_S))
 
 
 def keys(config: Config) -> tuple[str, list[str]]:
@@ -342,6 +361,8 @@ DETAILS: dict[str, Callable[[Config], tuple[str, list[str]]]] = {
     "disk": disk,
 }
 """By the part of `training_checks` and `actors_checks`."""
+HOST_PARTS = ("compiler", "shared memory", "disk")
+"""Parts that tell of the host whatever the settings are."""
 
 
 def processes(config: Config) -> Finding:
@@ -379,34 +400,8 @@ def learner_memory(config: Config, torch: dict[str, Any]) -> Finding:
 
 
 def process_group(config: Config, overrides: Sequence[str], torch: dict[str, Any]) -> Finding:
-    """Two ranks, started as the learner's are, sum a number: by NCCL where there are two GPUs, else by gloo."""
-    is_nccl = config.model.device != "cpu" and len(torch.get("gpus", [])) > 1
-    kind = "NCCL" if is_nccl else "gloo"
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            learner = plan(config, overrides, ())[0]
-        except ConfigError as error:
-            return Finding("process group", "not tried", [str(error)])
-        environment = {**learner.environment, "PYTHONPATH": str(PACKAGE.parent)}
-        if is_nccl:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus()[:2])
-        command = [sys.executable, "-c", RANK_PROBE, "cuda" if is_nccl else "cpu", "60"]
-        ranks = Child("ranks", command, Path(folder) / "ranks.log", environment, 2, Path(folder))
-        interface = environment.get(f"{kind.upper()}_SOCKET_IFNAME")
-        state = f"{kind}, a sum over 2 ranks" + (f" over {interface}" if interface else "")
-        began = time.monotonic()
-        try:
-            ranks.start()
-            while ranks.poll() is None and time.monotonic() < began + CHILD_S:
-                time.sleep(0.05)
-            code = ranks.poll()
-        finally:
-            end([ranks], polite=False)
-        if code == 0:
-            return Finding("process group", f"{state} in {time.monotonic() - began:.1f} s with the start of both")
-        why = f"no answer in {CHILD_S:.0f} s" if code is None else f"exit code {code}"
-        fix = f"does {kind.upper()}_SOCKET_IFNAME name an interface of this host, and does a firewall let it through?"
-        return Finding("process group", state, [f"it failed ({why}{ranks.last_log_line()}): {fix}"])
+    """Two ranks, started as the learner's are, sum a number."""
+    return Finding("process group", *rank_group.look(config, overrides, len(torch.get("gpus", []))))
 
 
 def run_probe(code: str, *arguments: str, python: str = sys.executable, as_json: bool = True) -> dict[str, Any]:

@@ -60,8 +60,8 @@ when training has ended. With actor.num_actors=0 the learner waits for actors
 that `impala-llm actors` starts, here or on other hosts.
   --config FILE   settings from a YAML file, such as the config.yaml in a run's
                   folder; the same as experiment=FILE
-  --dry-run       check settings, model and host, print the settings that have
-                  an effect and every process, and start nothing""",
+  --dry-run       check settings, model, tasks and host, print the settings that
+                  have an effect and every process, and start nothing""",
     "actors": """\
 impala-llm actors [--config FILE] [--num-actors N] [key=value ...]
 
@@ -81,7 +81,7 @@ with evaluation.start the difference to the policy it began as. The policy is
 that of model.path; with the config.yaml of a run's folder, and no model.path
 beside it, the newest that the run has saved, at its end or in a checkpoint.
   --config FILE   settings from a YAML file; the same as experiment=FILE
-  --json          print the result as JSON""",
+  --json          print the result as JSON; its keys: docs/evaluation.md""",
     "demonstrate": """\
 impala-llm demonstrate [--config FILE] [key=value ...]
 
@@ -102,9 +102,9 @@ same command again goes on. See docs/demonstrations.md.
     "doctor": """\
 impala-llm doctor [--config FILE] [--json] [key=value ...]
 
-Looks at versions, GPUs, memory, shared memory, disk, ports, keys, model, SGLang
-and a process group of two ranks, with the settings of a run: what is there,
-whether it is right, and what to do. Status 1 where something is wrong.
+Looks at versions, GPUs, memory, shared memory, disk, ports, keys, model, tasks,
+SGLang and a process group of two ranks, with the settings of a run: what is
+there, whether it is right, and what to do. Status 1 where something is wrong.
 With pipeline.connect it looks at the host of actors, else at the learner's.
   --config FILE   settings from a YAML file; the same as experiment=FILE
   --json          print the result as JSON""",
@@ -246,8 +246,11 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
         from impala_llm.launch import BAD_SETTINGS, discard_lost_output, supervise
 
         check_training(config)
-    if is_dry:
-        return 0
+        if is_dry:
+            from impala_llm.gateway.tasks import suite_of
+
+            suite_of(config)  # a run leaves it to its actors: it may take seconds
+            return 0
 
     folder = Path(config.run.dir)
     before = written_at(folder / "policy")
@@ -295,7 +298,7 @@ def evaluate(config: Config, overrides: list[str], as_json: bool) -> int:
     from impala_llm.observability.terminal import working
 
     with working("loading what evaluates the policy"):
-        from impala_llm.commands.preflight import check_evaluation, unfit_policy
+        from impala_llm.commands.preflight import check_evaluation, left_out_catalogue, unfit_policy
         from impala_llm.evaluate import main as evaluate_policy
 
     learned, folder = learned_policy(overrides), Path(config.run.dir)
@@ -306,8 +309,8 @@ def evaluate(config: Config, overrides: list[str], as_json: bool) -> int:
     elif model_directory(f"{folder}/policy") and not any(w.startswith(("model=", "model.path=")) for w in overrides):
         print(f"impala-llm: playing the policy that training starts from; {how_to_evaluate(folder)}", file=sys.stderr)
     check_evaluation(config)
-    if (reason := unfit_policy(config)) is not None:
-        print(f"impala-llm: {reason}", file=sys.stderr)
+    for said in filter(None, (left_out_catalogue(config), unfit_policy(config))):
+        print(f"impala-llm: {said}", file=sys.stderr)
 
     return evaluate_policy(config, as_json=as_json)
 

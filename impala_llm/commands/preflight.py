@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,7 +37,7 @@ from impala_llm.observability.metrics import MetricError, declarations
 from impala_llm.pipeline.network.keys import KeyFileError, load_actor_keys, load_learner_keys
 from impala_llm.pipeline.network.listener import check_known, try_to_listen
 from impala_llm.pipeline.shm.run_directory import ARENA, RunDirectoryError, left_bytes, shared_memory
-from impala_llm.settings import Config, model_directory, other_models
+from impala_llm.settings import Config, model_directory, other_models, written
 from impala_llm.writable_folders import try_to_write
 
 MEGABYTE = 1 << 20
@@ -46,6 +47,8 @@ DISK_SPARE = 32 * MEGABYTE
 """For logs, metrics and a small policy."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 """Any of them is enough."""
+ADAPTERS = ("gymnasium", "reasoning_gym", "scienceworld", "textarena", "textworld", "verifiers")
+"""Environments that have the name of the package, and of the extra, that they need."""
 _MAY_HAVE_LEARNED = "it may have been trained on tasks that are held out now"
 
 Checks = dict[str, Sequence[Callable[[Config], list[str]]]]
@@ -121,7 +124,9 @@ def unfit_policy(config: Config) -> str | None:
         args = yaml.safe_load(to_yaml(config))["env"]["args"] or {}
         others = {key: value for key, value in (trained["env"]["args"] or {}).items() if args.get(key) != value}
         if others:
-            were = ", ".join(f"env.args.{key}={value}, and not {args.get(key)}" for key, value in others.items())
+            were = ", ".join(
+                f"env.args.{key}={written(value)}, and not {written(args.get(key))}" for key, value in others.items()
+            )
             return f"model.path={path} was trained with {were}: {_MAY_HAVE_LEARNED}"
         return _unfit_shopper(config, trained) if env == "webshop" else None
     return None
@@ -136,6 +141,17 @@ def _learned_catalogue(config: Config, directory: Path) -> str | None:
         learned = seeds_of((directory / LEARNED_CATALOGUES).read_bytes(), kind_of(vars(shop)))
         return _not_unseen(config) if unseen in learned else None
     return None
+
+
+def left_out_catalogue(config: Config) -> str | None:
+    """A sentence where an evaluation leaves out the unseen catalogue, which is that of its tasks; None otherwise."""
+    shop, unseen = config.env.webshop, config.evaluation.unseen_seed
+    if not config.plays_shop or shop.items is not None or unseen != shop.catalogue_seed:
+        return None
+    return (
+        f"evaluation.unseen_seed={unseen} is left out, since the tasks are of this catalogue (env.webshop."
+        f"catalogue_seed={unseen}): set another seed to play an unseen one, or evaluation.unseen_seed=null"
+    )
 
 
 def _not_unseen(config: Config) -> str:
@@ -167,7 +183,9 @@ def _unfit_shopper(config: Config, trained: dict[str, Any]) -> str | None:
     elif shop.items is None and shop.catalogue == "easy" and shop.catalogue_seed in learned:
         keys = ("goals",)
     others = [key for key in keys if before[key] != getattr(shop, key)]
-    were = ", ".join(f"env.webshop.{key}={before[key]}, and not {getattr(shop, key)}" for key in others)
+    were = ", ".join(
+        f"env.webshop.{key}={written(before[key])}, and not {written(getattr(shop, key))}" for key in others
+    )
     return f"model.path={path} was trained with {were}: {_MAY_HAVE_LEARNED}" if others else None
 
 
@@ -177,7 +195,7 @@ def training_checks() -> Checks:
         "run folder": (_own_learner, _folder, _earlier_run),
         "algorithm": (_own_metrics,),
         "model": (_starting_policy, _model, _adapters, _other_models),
-        "environment": (_catalogue, _unseen_catalogue, _unseen_at_end, _task_file),
+        "environment": (_catalogue, _unseen_catalogue, _unseen_at_end, _package, _task_file),
         **_engine_checks(),
         "keys": (_learner_keys,),
         "compiler": (_compiler,),
@@ -192,6 +210,7 @@ def actors_checks() -> Checks:
     return {
         "run folder": (_folder,),
         "model": (_model,),
+        "environment": (_package, _task_file),
         **_engine_checks(),
         "keys": (_actor_keys,),
         "ports": (_learner_host,),
@@ -239,6 +258,15 @@ def _unseen_catalogue(config: Config) -> list[str]:
         f"evaluation.unseen_seed={seed} is a catalogue that is learned from: env.webshop.catalogue_seed="
         f"{shop.catalogue_seed}{of_demonstrations}; set another seed, or evaluation.unseen_seed=null"
     ]
+
+
+def _package(config: Config) -> list[str]:
+    """The package of an adapter that is not installed. One that cannot be imported an actor finds: that takes long."""
+    name = config.env.name
+    if name not in ADAPTERS or config.agent.is_set or find_spec(name) is not None:
+        return []
+    extra = name.replace("_", "-")
+    return [f"env.name={name} needs the package {name}, which is not installed: pip install 'impala-llm[{extra}]'"]
 
 
 def _task_file(config: Config) -> list[str]:
@@ -587,9 +615,9 @@ def _shortage(parts: dict[str, int], left: int) -> list[str]:
     needed, free = sum(parts.values()), shutil.disk_usage(shared_memory()).free + left
     if needed <= free:
         return []
-    shares = ", ".join(f"{size / MEGABYTE:,.0f} MB for {key}" for key, size in parts.items())
+    shares = ", ".join(f"{size / MEGABYTE:,.0f} MiB for {key}" for key, size in parts.items())
     return [
-        f"{shared_memory()} has {free / MEGABYTE:,.0f} MB free, and the run reserves {needed / MEGABYTE:,.0f} MB "
+        f"{shared_memory()} has {free / MEGABYTE:,.0f} MiB free, and the run reserves {needed / MEGABYTE:,.0f} MiB "
         f"({shares}): lower what these settings take, or enlarge it (Docker: --shm-size)"
     ]
 
@@ -613,8 +641,8 @@ def _disk(config: Config) -> list[str]:
         return []
     fewer = ", lower learner.checkpoints_kept" if kept else ""
     return [
-        f"run.dir={folder} has {free / MEGABYTE:,.0f} MB of free disk space, and policies, checkpoints and logs take "
-        f"{needed / MEGABYTE:,.0f} MB: make room{fewer}, or name a folder on another disk"
+        f"run.dir={folder} has {free / MEGABYTE:,.0f} MiB of free disk space, and policies, checkpoints and logs take "
+        f"{needed / MEGABYTE:,.0f} MiB: make room{fewer}, or name a folder on another disk"
     ]
 
 

@@ -9,9 +9,11 @@ episode.
 import random
 import string
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from impala_llm.envs.base import Split
+from impala_llm.settings import bounded
 
 MAX_WORDS = len(string.ascii_lowercase)
 
@@ -20,15 +22,25 @@ class ParrotSuite:
     """One turn: the observation is `say b`, the right answer `b`.
 
     The best score is 1.0; a policy that draws one of the words evenly scores 1 / num_words.
-    Tasks are interchangeable, so every split asks for every word; the last two fifths are validation and test.
-    Raises ValueError for num_words outside [2, 26] or num_tasks below 5.
+    Tasks are interchangeable, so every split asks for every word.
     """
 
-    def __init__(self, num_words: int = 4, num_tasks: int = 1000) -> None:
+    @dataclass
+    class Options:
+        """Settings env.args.*"""
+
+        num_words: int = bounded(4, least=2, most=MAX_WORDS)
+        """Number of words, which are single letters."""
+        num_tasks: int = bounded(1000, least=5)
+        """Number of tasks; the last two fifths are validation and test."""
+
+    def __init__(self, options: Options | None = None) -> None:
+        """options: None: the defaults."""
+        options = options or ParrotSuite.Options()
         self.name = "parrot"
         self.system_prompt = ""
-        self.words = _checked_words(num_words)
-        self._splits = _fifths(num_tasks)
+        self.words = string.ascii_lowercase[: options.num_words]
+        self._splits = _fifths(options.num_tasks)
 
     def tasks(self, split: Split) -> Sequence[int]:
         return self._splits[split]
@@ -77,18 +89,28 @@ class CorridorSuite:
 
     The best score is 1.0 and needs memory; a policy that draws one of the words evenly scores 1 / num_words. Half of
     the doors but the first are `-`, where the best policy without memory of earlier turns has to guess: with the
-    defaults it scores 0.75. Tasks are drawn from random.Random(task_id). Raises ValueError for num_words outside
-    [2, 26], num_turns below 2, num_tasks below 5.
+    defaults it scores 0.75. Tasks are drawn from random.Random(task_id).
     """
 
-    def __init__(self, num_words: int = 4, num_turns: int = 3, num_tasks: int = 1000) -> None:
-        if num_turns < 2:
-            raise ValueError(f"num_turns is {num_turns}; a corridor needs at least 2 turns (one turn: ParrotSuite)")
+    @dataclass
+    class Options:
+        """Settings env.args.*"""
+
+        num_words: int = bounded(4, least=2, most=MAX_WORDS)
+        """Number of words, which are single letters."""
+        num_turns: int = bounded(3, least=2)
+        """Number of doors."""
+        num_tasks: int = bounded(1000, least=5)
+        """Number of tasks; the last two fifths are validation and test."""
+
+    def __init__(self, options: Options | None = None) -> None:
+        """options: None: the defaults."""
+        options = options or CorridorSuite.Options()
         self.name = "corridor"
         self.system_prompt = ""
-        self.words = _checked_words(num_words)
-        self.num_turns = num_turns
-        self._splits = _fifths(num_tasks)
+        self.words = string.ascii_lowercase[: options.num_words]
+        self.num_turns = options.num_turns
+        self._splits = _fifths(options.num_tasks)
 
     def tasks(self, split: Split) -> Sequence[int]:
         return self._splits[split]
@@ -169,15 +191,7 @@ def spoken(action: str) -> str:
     return action.lstrip()[:1]
 
 
-def _checked_words(num_words: int) -> str:
-    if not 2 <= num_words <= MAX_WORDS:
-        raise ValueError(f"num_words is {num_words}; choose between 2 and {MAX_WORDS}, one letter each")
-    return string.ascii_lowercase[:num_words]
-
-
 def _fifths(num_tasks: int) -> dict[Split, range]:
-    if num_tasks < 5:
-        raise ValueError(f"num_tasks is {num_tasks}; at least 5 are needed so that no split is empty")
     fifth = num_tasks // 5
     return {
         "train": range(0, num_tasks - 2 * fifth),

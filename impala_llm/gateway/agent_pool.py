@@ -151,7 +151,7 @@ class AgentPool:
             await worker.close()
             raise AgentFailed(
                 f"agent.process_memory_mb={self._most_memory / 2**20:g}: a process of the agents has "
-                f"{size / 2**20:.0f} MB before its first episode; raise it"
+                f"{size / 2**20:.0f} MiB before its first episode; raise it"
             )
         return worker
 

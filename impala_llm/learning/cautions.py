@@ -47,7 +47,7 @@ def cautions(config: Config, model: PolicyModel) -> list[str]:
 
 def other_value_head(config: Config, model: PolicyModel) -> list[str]:
     """A sentence where the starting policy has a fitted value head that this one cannot take over."""
-    if model.other_hidden_size is None or not config.algorithm.credit.uses_values:
+    if model.other_hidden_size is None:
         return []
     width = config.model.value_hidden_size
     return [

@@ -5,13 +5,13 @@ The policy's rate rises when the policy begins to learn, after the updates in wh
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from impala_llm.config import ConfigError
 from impala_llm.learning.policy.model import PolicyModel
@@ -141,26 +141,22 @@ class Optimizer:
             found[f"{name}.step"] = state["step"] if state else torch.zeros(())
         return found
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave, of any number of ranks: whole tensors, or shares as they lie here.
+    def load(self, read: Callable[[str, Tensor], object]) -> None:
+        """Take over a saved state, of any number of ranks: tensor by tensor, so that none lies in memory twice.
 
-        Raises:
-            ValueError: it is of another model.
+        Args:
+            read: fills a tensor by its name in `state_dict`: a whole one, or a share as it lies here.
         """
         for p, name in self._names.items():
-            moments = [state.get(f"{name}.{moment}") for moment in _MOMENTS]
-            if any(moment is None or moment.shape != p.shape for moment in moments):
-                raise ValueError(
-                    f"the optimizer's state is of another model: it has no {name} of shape {list(p.shape)}"
-                )
-            step = state[f"{name}.step"].detach().clone().float()
+            read(f"{name}.step", step := torch.zeros(()))
             if step.item() == 0:
                 self._adam.state.pop(p, None)
                 continue
-            parts = {
-                key: _as_shared(moment, p) for key, moment in zip(_MOMENTS, moments, strict=True) if moment is not None
-            }
-            self._adam.state[p] = {"step": step, **parts}
+            moments = {}
+            for moment in _MOMENTS:
+                moments[moment] = torch.zeros_like(p)
+                read(f"{name}.{moment}", moments[moment])
+            self._adam.state[p] = {"step": step, **moments}
 
 
 def _by_kind(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -181,11 +177,3 @@ def _clip(parameters: Sequence[Tensor], limit: float) -> float:
     for part in parts:
         torch.nn.utils.clip_grads_with_norm_(part, limit, norm)
     return norm.item()
-
-
-def _as_shared(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A copy of a tensor, on the device and, if it is whole, in the shares of a parameter."""
-    if isinstance(parameter, DTensor) and not isinstance(tensor, DTensor):
-        whole = tensor.detach().to(parameter.to_local())
-        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return tensor.detach().to(parameter, copy=True)

@@ -83,13 +83,12 @@ class TerminalView:
         self, num_steps: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._num_steps = num_steps
-        self.step = 0
-        """The last step that was shown."""
+        self.position = ""
+        """The last step that was shown, and the share of the run that is over with it."""
         self._stream = stream or sys.stdout
         self._clock = clock
         self._started = self._last_update = clock()
         self._first: tuple[float, float] | None = None
-        self._position = ""
         self._ends_at: float | None = None
         self._last_line: float | None = None
         self._seen: dict[str, float] = {}
@@ -143,9 +142,8 @@ class TerminalView:
         if SECONDS in metrics:
             self._started = now - metrics[SECONDS]
         self._status = ""
-        self.step = step
         share = step / max(1, self._num_steps) if progress is None else progress
-        self._position = f"{step} ({share:.0%})"
+        self.position = f"{step} ({share:.0%})"
         # The time before the first step was start-up: it does not tell the duration of the other steps.
         if self._first is None:
             self._first = (share, now)
@@ -164,7 +162,7 @@ class TerminalView:
 
     def _progress(self, now: float) -> str:
         remaining = "" if self._ends_at is None else f", about {_clock_text(max(0.0, self._ends_at - now))} to go"
-        return f"{self._position}  {_clock_text(now - self._started)} gone{remaining}"
+        return f"{self.position}  {_clock_text(now - self._started)} gone{remaining}"
 
     def _draw(self) -> RenderableType:
         """The lines as of now. Another thread asks for them, a few times a second."""

@@ -268,6 +268,7 @@ def keep_alive(
         _signal_groups(child.processes, signal.SIGKILL)  # the other ranks, and what is left of its group
         if child.restarts >= most:
             child.is_given_up = True
+            say(f"{child.name} died ({exit_reason(code)}) and is not started again{child.last_log_line()}")
             return False
         delay = min(30.0, 2.0**child.restarts)
         child.restart_at = now + delay

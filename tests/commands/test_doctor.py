@@ -75,6 +75,7 @@ def test_a_host_on_which_nothing_is_wrong(examine: Examine, monkeypatch: pytest.
     assert "python 3." in found["versions"]["state"] and "torch 2." in found["versions"]["state"]
     assert f"{shutil.disk_usage('/dev/shm').total / 1e9:.1f} GB" in found["shared memory"]["state"]
     assert "gloo, a sum over 2 ranks" in found["process group"]["state"]
+    assert found["environment"]["state"] == "parrot, tasks: train 600, validation 200, test 200"
     assert found.keys() >= {"GPUs", "model", "device", "engine", "keys", "ports", "disk", "open files", "model memory"}
 
 
@@ -250,11 +251,35 @@ def test_memory_counts_what_each_gpu_and_the_host_must_hold(
         assert len(problems) == 1 and all(word in problems[0] for word in said), problems
 
 
-def test_settings_that_are_refused_leave_what_is_known_of_the_host(examine: Examine) -> None:
-    code, found = examine("learner.batch_size=-1")
+@pytest.mark.usefixtures("without_ranks")
+def test_settings_that_are_refused_leave_the_checks_of_the_host(examine: Examine) -> None:
+    code, found = examine("learner.batch_size=-1", "replay.capacity_mb=-2")
     assert code == 1
-    assert "learner.batch_size=-1" in found["settings"]["problems"][0]
-    assert found["versions"]["problems"] == [] and "process group" not in found
+    first, second = found["settings"]["problems"]
+    assert "learner.batch_size=-1" in first and "replay.capacity_mb=-2" in second
+    others = ["versions", "GPUs", "compiler", "shared memory", "disk", "open files", "process group"]
+    assert [part for part in others if found[part]["problems"]] == [] and "model" not in found
+
+
+@pytest.mark.usefixtures("without_ranks")
+def test_tasks_that_cannot_be_made_are_named(examine: Examine, user_folder: Path) -> None:
+    """Also by an environment that prints, between which and the JSON nobody could tell."""
+    lines = ["class Suite:", "    def __init__(self):", "        print('hello')", "        raise SystemExit('no data')"]
+    (user_folder / "greeting.py").write_text("\n".join(lines))
+    code, found = examine("env=greeting:Suite")
+    assert code == 1
+    [problem] = found["environment"]["problems"]
+    assert "env.name=greeting:Suite cannot be made: SystemExit: no data" in problem
+
+
+@pytest.mark.usefixtures("without_ranks")
+def test_servers_that_do_not_answer_are_named(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "SERVER_S", 0.2)
+    urls = ["http://127.0.0.1:9", "http://127.0.0.1:10"]
+    code, found = examine("engine=sglang", f"engine.urls=[{','.join(urls)}]")
+    assert code == 1
+    fix = "start the server, or correct the URL"
+    assert found["engine"]["problems"] == [f"engine.urls: {url} did not answer for 0.2 s: {fix}" for url in urls]
 
 
 def test_a_host_of_actors_must_reach_every_port_of_its_learner(examine: Examine, tmp_path: Path) -> None:
@@ -279,11 +304,12 @@ def test_a_host_of_actors_must_reach_every_port_of_its_learner(examine: Examine,
             assert (code, found["ports"]["problems"]) == (0, []), found
 
 
-def test_people_get_a_line_a_part_and_the_fix_below(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.main(["doctor", "learner.batch_size=-1"]) == 1
+@pytest.mark.usefixtures("without_ranks")
+def test_people_get_a_line_a_part_and_the_fixes_below(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["doctor", "learner.batch_size=-1", "replay.capacity_mb=-2"]) == 1
     *rows, summary = capsys.readouterr().out.splitlines()
-    assert [row.split()[0] for row in rows] == ["ok", "ok", "ok", "WRONG", "->"]
-    assert "learner.batch_size=-1" in rows[-1] and summary == "1 part is wrong"
+    assert [row.split()[0] for row in rows] == [*["ok"] * 3, "WRONG", "->", "->", *["ok"] * 5]
+    assert "learner.batch_size=-1" in rows[4] and "replay.capacity_mb=-2" in rows[5] and summary == "1 part is wrong"
 
 
 def test_what_a_sitecustomize_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

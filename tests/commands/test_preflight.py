@@ -228,7 +228,7 @@ def test_a_context_that_leaves_an_sglang_server_no_positions_is_refused(
 def test_shared_memory_that_is_too_small_is_refused(refused: Callable[..., str]) -> None:
     said = refused("replay.capacity_mb=1000000")
     # 5/4 of it, and 64 MiB beside
-    assert "1,250,064 MB for replay.capacity_mb" in said and "--shm-size" in said
+    assert "1,250,064 MiB for replay.capacity_mb" in said and "--shm-size" in said
 
 
 def test_doctor_says_how_much_shared_memory_the_settings_reserve() -> None:
@@ -244,7 +244,7 @@ def test_an_actors_arenas_share_its_memory_however_many_ranks_there_are(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     said = refused("learner.num_ranks=2", "actor.num_actors=3", "pipeline.arena_mb=100")
-    assert "(300 MB for pipeline.arena_mb" in said or " 300 MB for pipeline.arena_mb" in said
+    assert "(300 MiB for pipeline.arena_mb" in said or " 300 MiB for pipeline.arena_mb" in said
 
 
 def test_arenas_of_actors_beside_a_learner_must_fit_into_shared_memory(
@@ -252,7 +252,7 @@ def test_arenas_of_actors_beside_a_learner_must_fit_into_shared_memory(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=299 << 20))
     said = refused("actor.num_actors=3", "pipeline.arena_mb=100", command="actors")
-    assert "has 299 MB free" in said and "(300 MB for pipeline.arena_mb)" in said and "replay" not in said
+    assert "has 299 MiB free" in said and "(300 MiB for pipeline.arena_mb)" in said and "replay" not in said
     config = load(["experiment=quickstart", f"run.name={uuid.uuid4().hex}", "actor.num_actors=2"])
     config.pipeline.arena_mb = 149
     assert [said for check in preflight.actors_checks()["shared memory"] for said in check(config)] == []
@@ -282,7 +282,7 @@ def test_checkpoints_and_policies_of_the_run_count_as_free(tmp_path: Path, monke
 
     def needed_mb() -> int:
         (said,) = [said for check in preflight.training_checks()["disk"] for said in check(config)]
-        return int(said.split("logs take ")[1].split(" MB")[0].replace(",", ""))
+        return int(said.split("logs take ")[1].split(" MiB")[0].replace(",", ""))
 
     without = needed_mb()
     for name in ("checkpoints/update-7/rank-0.safetensors", "policy/model.safetensors"):
@@ -364,6 +364,17 @@ def test_the_catalogue_of_training_is_refused_as_the_unseen_one(refused: Callabl
     assert "evaluation.unseen_seed=7" in said and "env.webshop.catalogue_seed=7;" in said
 
 
+@pytest.mark.parametrize("command", ["train", "actors"])
+def test_an_adapter_without_its_package_is_refused(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    words = ["env=reasoning_gym", "model=scratch", "evaluation.unseen_seed=null"]
+    said = refused(*words, command=command)
+    assert "env.name=reasoning_gym needs the package reasoning_gym, which is not installed" in said
+    assert "pip install 'impala-llm[reasoning-gym]'" in said
+
+
 def test_what_a_dead_owner_has_left_of_the_run_counts_as_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -381,7 +392,7 @@ def test_what_a_dead_owner_has_left_of_the_run_counts_as_free(
     free = 0
     with pytest.raises(ConfigError) as refusal:
         preflight.check_training(config)
-    needed = int(str(refusal.value).split("reserves ")[1].split(" MB")[0].replace(",", "")) << 20
+    needed = int(str(refusal.value).split("reserves ")[1].split(" MiB")[0].replace(",", "")) << 20
     free = needed - (32 << 20)
     preflight.check_training(config)
     free = needed - (128 << 20)
@@ -446,7 +457,7 @@ def test_weights_count_in_the_dtype_in_which_they_are_published(
     """And what is kept beside them for a later learner in float32."""
     num_parameters = sum(tensor.size for tensor in load_file(model / "model.safetensors").values())
     said = refused(f"model.path={model}", "replay.capacity_mb=1000000", *words)
-    assert f"{num_bytes_each * num_parameters / (1 << 20):,.0f} MB for pipeline.weight_slots" in said
+    assert f"{num_bytes_each * num_parameters / (1 << 20):,.0f} MiB for pipeline.weight_slots" in said
 
 
 def test_weights_count_as_the_float32_that_the_board_holds(refused: Callable[..., str], model: Path) -> None:
@@ -454,7 +465,7 @@ def test_weights_count_as_the_float32_that_the_board_holds(refused: Callable[...
     num_bytes = 4 * sum(tensor.size for tensor in weights.values())
     save_file({name: tensor.astype(np.float16) for name, tensor in weights.items()}, model / "model.safetensors")
     said = refused(f"model.path={model}", "replay.capacity_mb=1000000")
-    assert f"{3 * num_bytes / (1 << 20):,.0f} MB for pipeline.weight_slots" in said
+    assert f"{3 * num_bytes / (1 << 20):,.0f} MiB for pipeline.weight_slots" in said
 
 
 def test_a_target_of_adapters_that_the_model_does_not_have_is_refused(refused: Callable[..., str], model: Path) -> None:

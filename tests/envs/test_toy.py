@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from impala_llm.config import ConfigError, load
 from impala_llm.envs.toy import CorridorSuite, ParrotSuite, spoken
 
 
@@ -30,21 +31,21 @@ def right_answer(history):
 
 
 def test_parrot_optimum_is_to_repeat_the_letter():
-    suite = ParrotSuite(num_words=5)
+    suite = ParrotSuite(ParrotSuite.Options(num_words=5))
     for task_id in suite.tasks("test"):
         info, rewards = play(suite, task_id, lambda history: history[-1].split()[-1])
         assert (info["score"], info["success"], rewards) == (1.0, True, [1.0])
 
 
 def test_parrot_constant_answer_scores_chance():
-    suite = ParrotSuite(num_words=4)
+    suite = ParrotSuite(ParrotSuite.Options(num_words=4))
     assert mean(play(suite, task, lambda history: "c")[0]["score"] for task in suite.tasks("train")) == pytest.approx(
         0.25
     )
 
 
 def test_corridor_optimum_uses_the_earlier_observation():
-    suite = CorridorSuite(num_words=4, num_turns=4)
+    suite = CorridorSuite(CorridorSuite.Options(num_words=4, num_turns=4))
     for task_id in suite.tasks("validation"):
         info, rewards = play(suite, task_id, right_answer)
         assert info["score"] == 1.0 and info["success"]
@@ -53,7 +54,7 @@ def test_corridor_optimum_uses_the_earlier_observation():
 
 
 def test_corridor_chance_and_memoryless_scores():
-    suite = CorridorSuite(num_words=4, num_turns=3, num_tasks=5000)
+    suite = CorridorSuite(CorridorSuite.Options(num_words=4, num_turns=3, num_tasks=5000))
     tasks = suite.tasks("train")
     assert mean(play(suite, task, lambda history: "a")[0]["score"] for task in tasks) == pytest.approx(0.25, abs=0.02)
     # the first door is surely right, each of the two others is "+" (right) or "-" (one in four)
@@ -63,7 +64,7 @@ def test_corridor_chance_and_memoryless_scores():
 
 
 def test_corridor_gives_partial_credit_and_says_nothing_before_the_end():
-    suite = CorridorSuite(num_words=4, num_turns=3)
+    suite = CorridorSuite(CorridorSuite.Options(num_words=4, num_turns=3))
     task_id = suite.tasks("train")[0]
     answers = iter(["?", "", suite.answers(task_id)[2]])
     info, rewards = play(suite, task_id, lambda history: next(answers))
@@ -83,7 +84,7 @@ def test_splits_are_disjoint_and_episodes_repeat(suite):
 
 
 def test_every_split_asks_for_every_kind_of_task():
-    suite = CorridorSuite(num_words=2, num_turns=3)
+    suite = CorridorSuite(CorridorSuite.Options(num_words=2, num_turns=3))
     for split in ("train", "validation", "test"):
         assert {suite.signature(task_id) for task_id in suite.tasks(split)} == {"+++", "++-", "+-+", "+--"}
 
@@ -93,7 +94,9 @@ def test_spoken(action, letter):
     assert spoken(action) == letter
 
 
-@pytest.mark.parametrize("suite", [ParrotSuite(num_tasks=10), CorridorSuite(num_tasks=10)])
+@pytest.mark.parametrize(
+    "suite", [ParrotSuite(ParrotSuite.Options(num_tasks=10)), CorridorSuite(CorridorSuite.Options(num_tasks=10))]
+)
 def test_unknown_tasks_and_steps_out_of_turn_are_refused(suite):
     session = suite.session(training=False)
     with pytest.raises(RuntimeError, match="reset"):
@@ -110,14 +113,14 @@ def test_unknown_tasks_and_steps_out_of_turn_are_refused(suite):
 
 
 @pytest.mark.parametrize(
-    ("build", "field"),
+    ("env", "word"),
     [
-        (lambda: ParrotSuite(num_words=1), "num_words"),
-        (lambda: CorridorSuite(num_words=27), "num_words"),
-        (lambda: CorridorSuite(num_turns=1), "num_turns"),
-        (lambda: ParrotSuite(num_tasks=4), "num_tasks"),
+        ("parrot", "num_words=1"),
+        ("corridor", "num_words=27"),
+        ("corridor", "num_turns=1"),
+        ("parrot", "num_tasks=4"),
     ],
 )
-def test_bad_sizes_name_the_field(build, field):
-    with pytest.raises(ValueError, match=field):
-        build()
+def test_sizes_out_of_range_are_refused_with_the_settings(env, word):
+    with pytest.raises(ConfigError, match=rf"env\.args\.{word} is out of range: set it to "):
+        load(["model=scratch", f"env={env}", f"env.args.{word}"])

@@ -581,7 +581,7 @@ def test_an_episode_of_the_openai_client_equals_the_same_one_played_by_reset_and
     policy: Any, chat: ChatTokens
 ) -> None:
     """Token for token and log-probability for log-probability; a learner of the same version has the ratio 1."""
-    suite = CorridorSuite(num_turns=5)
+    suite = CorridorSuite(CorridorSuite.Options(num_turns=5))
 
     async def direct() -> Trajectory:
         engine = TorchEngine.from_pretrained(policy, max_sessions=2, max_length=400)

@@ -501,6 +501,7 @@ def test_options_of_own_parts_that_yaml_has_as_text_are_the_same(
         "    HARD = 2\n"
         "from impala_llm.envs.toy import ParrotSuite\n"
         "class Suite(ParrotSuite):\n"
+        "    Options = None\n"
         "    def __init__(self, mode: Mode = Mode.EASY, data: Path = Path('tasks.json')):\n"
         "        pass\n"
         "@dataclass\n"

@@ -54,6 +54,13 @@ class Recorder(dict[str, float]):
         return default
 
 
+def test_where_a_run_is_counts_by_what_ends_it() -> None:
+    with TerminalView(1500, io.StringIO()) as view:
+        assert view.position == ""
+        view.update(30, {}, 0.25)  # by learner.max_minutes
+        assert view.position == "30 (25%)"
+
+
 def test_five_lines_whether_or_not_there_are_numbers() -> None:
     assert len(render(EVERYTHING, "1/10")) == 5
     empty = render({}, "1/10")

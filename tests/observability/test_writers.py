@@ -68,6 +68,18 @@ def test_the_last_step_of_training_is_found_whatever_lies_behind_it(tmp_path: Pa
     assert (found["step"], found["progress/tokens"]) == (1999, 19990.0) and "loss/policy" not in found
 
 
+def test_a_line_that_a_full_disk_has_cut_just_before_its_end_is_removed(tmp_path: Path) -> None:
+    """Else the next line would be appended to it, and neither could be read."""
+    with MetricWriter(tmp_path, []) as writer:
+        for step in (1, 2):
+            writer.write(step, {"rollout/score": 0.5})
+    path = tmp_path / METRICS_FILE
+    path.write_bytes(path.read_bytes()[:-1])
+    with MetricWriter(tmp_path, [], after=2) as writer:
+        writer.write(3, {"rollout/score": 0.5})
+    assert [line["step"] for line in read_lines(tmp_path)] == [1, 3]
+
+
 def test_a_text_reaches_the_writers_that_take_texts(tmp_path: Path) -> None:
     with MetricWriter(tmp_path) as writer:
         writer.write_text("settings", "learner:\n  batch_size: 64")
@@ -166,7 +178,7 @@ def test_the_comparison_at_the_end_of_a_run_reaches_every_writer(own: Path) -> N
     with MetricWriter(folder, []) as writer:
         writer.write(3, {"learner/version": 3.0})
     before, after = (
-        Result(name, "toy", 2, score, (0, 1), 0.0, (0, 1), 1.0, 5.0, (score,) * 2) for name, score in RESULTS
+        Result(name, "toy", 2, score, (0, 1), 0.0, (0, 1), 1.0, 5.0, (score,) * 2, (0, 1)) for name, score in RESULTS
     )
     write_comparison(load(words), before, after, "better")
     assert (folder / "names.txt").read_text() == "3 0.25 0.5\n"

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from impala_llm.learning.objective import Denominators, Rows, Rules, objective
 from impala_llm.learning.packing import pack
 from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks import parallel
 from impala_llm.learning.ranks.parallel import Ranks
 from tests.learning.builders import make_batch, make_config
 
@@ -19,6 +20,7 @@ from tests.learning.builders import make_batch, make_config
 def main(words: list[str]) -> None:
     policy, output = map(Path, words)
     torch.set_num_threads(1)
+    parallel.BUCKET = 1000  # numbers: some tensors together, others by themselves
     ranks = Ranks("cpu", timeout_s=60.0)
     model = PolicyModel.from_pretrained(policy, value_trunk_gradient=True)
     torch.nn.init.constant_(model.value_head[-1].weight, 0.1)

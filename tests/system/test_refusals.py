@@ -126,7 +126,7 @@ REFUSALS = {
         ["learner.batch_size=abc"], ["learner.batch_size=abc", "a whole number", "the default is 64"]
     ),
     "a part of a number": Refusal(["learner.batch_size=1.5"], ["learner.batch_size=1.5", "a whole number"]),
-    "no value where one is needed": Refusal(["run.name=null"], ["run.name=null", "the default is 'impala'"]),
+    "no value where one is needed": Refusal(["run.name=null"], ["run.name=null", "the default is impala"]),
     "a group as a value": Refusal(["learner=5"], ["learner=5", "group of settings", "learner."]),
     "no group": Refusal(["algorithm=null"], ["algorithm=null", "choose one of", "vtrace"]),
     "an unknown group": Refusal(["experiment=nope"], ["experiment=nope", "choose one of", "toy"]),
@@ -242,7 +242,7 @@ REFUSALS = {
     # This host.
     "no GPU": Refusal(["model.device=cuda"], ["model.device=cuda", "model.device=auto or cpu"]),
     "too little shared memory": Refusal(
-        ["replay.capacity_mb=1000000"], ["1,250,064 MB for replay.capacity_mb", "--shm-size"]
+        ["replay.capacity_mb=1000000"], ["1,250,064 MiB for replay.capacity_mb", "--shm-size"]
     ),
     "no SGLang": Refusal(
         ["engine=sglang", "engine.python={path}/python"],
@@ -367,7 +367,7 @@ def small_disk(path: Path, size_mb: int = 1) -> Iterator[Path]:
 def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         said = refused("train", [f"run.dir={disk}/run"], tmp_path)
-    assert f"run.dir={disk}/run has 1 MB of free disk space" in said and "make room" in said
+    assert f"run.dir={disk}/run has 1 MiB of free disk space" in said and "make room" in said
 
 
 @pytest.mark.system

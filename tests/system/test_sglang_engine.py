@@ -291,7 +291,7 @@ async def running_requests(rig: Rig) -> int:
 
 def test_sixteen_episodes_outlive_the_kill_of_their_server(rig):
     """Each ends once, with every token that had arrived; the server is back with the newest version."""
-    suite = CorridorSuite(num_turns=8)
+    suite = CorridorSuite(CorridorSuite.Options(num_turns=8))
     chat = ChatFormat(AutoTokenizer.from_pretrained(rig.policies.directories[0]))
     chat.stop_token_ids = ()  # no answer ends early: every episode is three answers of 300 tokens and a shorter one
     limits = EpisodeLimits(temperature=1.0, max_new_tokens=300, max_length=MAX_LENGTH)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from impala_llm.config import load
 from impala_llm.learning.batch_source import Batch
@@ -36,6 +36,13 @@ UPDATES = 5
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def take(tensor: torch.Tensor, target: torch.Tensor) -> None:
+    """Fill a target with a whole tensor, or with its share of it."""
+    if isinstance(target, DTensor):
+        tensor = distribute_tensor(tensor, target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(tensor)
 
 
 @contextmanager
@@ -112,7 +119,8 @@ def main(arguments: list[str]) -> None:
     batch = Batch(tuple(share), (1.0,) * len(share), tuple(t.ticket_id for t in share), 1.0)
     trainer = Trainer(config, ranks, model)
     if "resume" in files:
-        trainer.optimizer.load_state_dict(load_file(files["resume"]))
+        moments = load_file(files["resume"])
+        trainer.optimizer.load(lambda name, tensor: take(moments[name], tensor))
     rows: list[dict[str, float]] = []
     with counted_passes(model) as passes:
         for update in range(UPDATES):

@@ -5,6 +5,7 @@ Invariant: `start` returns only when the server answers; the engine checks its w
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Protocol
 
@@ -14,9 +15,13 @@ from impala_llm.config import ConfigError
 from impala_llm.engines.base import EngineError
 from impala_llm.engines.sglang.client import SGLangClient
 from impala_llm.pipeline.shm.actor_claims import claimed_servers
+from impala_llm.processes.supervised import tell
 from impala_llm.settings import Config
 
+SAID_AFTER_S = 10.0
+"""Seconds of waiting for a server after which that is said."""
 _POLL_S = 0.5
+_log = logging.getLogger(__name__)
 
 
 class ServerAbsent(EngineError):
@@ -56,13 +61,27 @@ class Server(Protocol):
 
 @contextlib.asynccontextmanager
 async def _patience(url: str, timeout_s: float) -> AsyncIterator[None]:
+    """Limit the wait for a server, and say once that it is waited for. Raises ServerAbsent after the timeout."""
+    saying = asyncio.get_running_loop().call_later(SAID_AFTER_S, _say_waiting, url, timeout_s - SAID_AFTER_S)
     try:
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError:
         raise ServerAbsent(
-            f"{url} did not answer for {timeout_s:g} s: is the server up, and is engine.urls right?"
+            f"engine.urls: {url} did not answer for {timeout_s:g} s: start the server, or correct the URL"
         ) from None
+    finally:
+        saying.cancel()
+
+
+def _say_waiting(url: str, left_s: float) -> None:
+    """Say in the log, and on the terminal of the supervisor where there is one, that a server is waited for."""
+    text = (
+        f"engine.urls: {url} does not answer yet and is waited for, {left_s:g} s more at most "
+        "(engine.start_timeout_s): start the server, or correct the URL"
+    )
+    _log.warning("%s", text)
+    tell(say=text)
 
 
 @contextlib.contextmanager
@@ -101,6 +120,12 @@ async def find_servers(urls: Sequence[str], timeout_s: float = 600.0) -> list["R
                     await asyncio.sleep(_POLL_S)
             found += workers or [client.url]
     return [RemoteServer(url, timeout_s) for url in dict.fromkeys(found)]
+
+
+async def absent_servers(urls: Sequence[str], timeout_s: float) -> list[str]:
+    """Ask the servers and routers at given URLs. Returns a sentence for each that does not answer in time."""
+    found = await asyncio.gather(*(find_servers([url], timeout_s) for url in urls), return_exceptions=True)
+    return [str(error) for error in found if isinstance(error, BaseException)]
 
 
 class RemoteServer:

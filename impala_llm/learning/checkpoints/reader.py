@@ -66,12 +66,8 @@ class CheckpointReader:
 
     def load_optimizer(self, optimizer: Optimizer) -> None:
         """Give an optimizer the moments of the checkpoint."""
-        state = optimizer.state_dict()
-        loaded = {}
-        for name, tensor in state.items():
-            loaded[name] = torch.empty_like(tensor)
-            self._read(f"optimizer.{name}", loaded[name])
-        optimizer.load_state_dict(loaded)
+        with torch.no_grad():
+            optimizer.load(lambda name, tensor: self._read(f"optimizer.{name}", tensor))
 
     def _read(self, name: str, target: Tensor) -> None:
         """Copy a tensor, or this rank's shard of a sharded one, from the files that hold it."""

@@ -4,6 +4,7 @@ Invariant: the decision changes nothing; whoever asks acts on it before anybody 
 """
 
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -207,7 +208,8 @@ def _lost_before_first_update(config: Config) -> int | None:
 def _anew(folder: Path) -> str:
     """Return what begins another run than the one in a folder."""
     trained = folder / "policy"
-    onward = f" (model.path={trained} goes on from its policy)" if model_directory(str(trained)) else ""
+    path = shlex.quote(f"model.path={trained}")
+    onward = f" ({path} goes on from its policy)" if model_directory(str(trained)) else ""
     return f"set another run.name, and run.dir where it is given{onward}"
 
 
@@ -273,7 +275,8 @@ def _nothing_left(config: Config) -> str:
     """Return the reason why a run cannot be resumed."""
     folder = Path(config.run.dir)
     trained = folder / "policy"
-    onward = f", or train its policy further with model.path={trained} and another run.name" if trained.is_dir() else ""
+    path = shlex.quote(f"model.path={trained}")
+    onward = f", or train its policy further with {path} and another run.name" if trained.is_dir() else ""
     return (
         f"run.resume=true: nothing of run {config.run.name!r} is left in {shared_memory()}, nor a checkpoint in "
         f"{folder}, to go on from; leave run.resume out{onward}"

@@ -103,7 +103,7 @@ class Ranks:
         """This process among those of a run."""
         learner = config.learner
         how = learner.sharding, learner.cpu_offload, learner.tensor_parallel
-        return cls(config.model.device, learner.stall_timeout_s, *how)
+        return cls(config.model.device, learner.rank_timeout_s, *how)
 
     @property
     def is_main(self) -> bool:
@@ -223,8 +223,8 @@ class Ranks:
         return found if of_processes else found[: self.world_size]
 
     def sum_gradients(self, model: nn.Module) -> None:
-        """Add up the gradients of all ranks, in one flat all-reduce. A parameter that has one on no rank gets none, so
-        that the optimizer passes over it, as with a single rank.
+        """Add up the gradients of all ranks. A parameter that has one on no rank gets none, so that the optimizer
+        passes over it, as with a single rank.
 
         Those of FSDP2's shares are sums already.
         """
@@ -263,23 +263,40 @@ class Ranks:
             dist.destroy_process_group()
 
 
+BUCKET = 1 << 24
+"""Numbers that are summed over the ranks at a time."""
+
+
 def _sums(
     mine: Sequence[Tensor | None], like: Sequence[Tensor], group: dist.ProcessGroup | None = None
 ) -> list[Tensor | None]:
-    """Sums of tensors over the processes of a group, None for those that none of them has.
+    """Sums of tensors over the processes of a group, in place, None for those that none of them has.
+
+    Small ones are sent together, in buckets: in one piece they would need as much memory again.
 
     Args:
         like: a tensor of the shape of each.
     """
     there = torch.tensor([float(tensor is not None) for tensor in mine], device=like[0].device)
-    parts = [torch.zeros_like(shape) if tensor is None else tensor for tensor, shape in zip(mine, like, strict=True)]
-    flat = torch.cat([there, *(part.reshape(-1) for part in parts)])
-    dist.all_reduce(flat, group=group)
-    num_there, *totals = flat.split([len(there), *(shape.numel() for shape in like)])
-    return [
-        total.view_as(shape) if number else None
-        for number, total, shape in zip(num_there.tolist(), totals, like, strict=True)
+    dist.all_reduce(there, group=group)
+    totals = [
+        (torch.zeros_like(shape) if tensor is None else tensor) if number else None
+        for tensor, shape, number in zip(mine, like, there.tolist(), strict=True)
     ]
+    buckets: list[list[Tensor]] = [[]]
+    for total in (total for total in totals if total is not None):
+        if buckets[-1] and sum(map(Tensor.numel, buckets[-1])) + total.numel() > BUCKET:
+            buckets.append([])
+        buckets[-1].append(total)
+    for bucket in filter(None, buckets):
+        if len(bucket) == 1 and bucket[0].is_contiguous():  # perhaps a large one
+            dist.all_reduce(bucket[0], group=group)
+            continue
+        flat = torch.cat([total.reshape(-1) for total in bucket])
+        dist.all_reduce(flat, group=group)
+        for total, part in zip(bucket, flat.split([total.numel() for total in bucket]), strict=True):
+            total.copy_(part.view_as(total))
+    return totals
 
 
 def exit_process(status: int) -> NoReturn:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,11 @@ from safetensors.numpy import save_file
 from impala_llm.config import load
 from impala_llm.engines import make_engine
 from impala_llm.engines.base import EngineError, ModelRefused, SamplingParams, ServerUnfit
+from impala_llm.engines.sglang import external_server
 from impala_llm.engines.sglang.engine import SGLangEngine
-from impala_llm.engines.sglang.external_server import RemoteServer, find_servers
+from impala_llm.engines.sglang.external_server import RemoteServer, absent_servers, find_servers
 from impala_llm.engines.sglang.response import BrokenAnswer
+from impala_llm.processes.supervised import PROGRESS
 from tests.engines.sglang.fake_server import VOCAB, Change, FakeServer, check_tokens, run, running
 
 
@@ -523,3 +526,39 @@ def test_a_router_is_asked_for_its_workers():
             await fake.server.close()
 
     run(test)
+
+
+def test_of_several_servers_those_that_do_not_answer_are_named():
+    async def test():
+        fake = FakeServer()
+        await fake.server.start_server(shutdown_timeout=0.1)
+        found = await absent_servers([fake.url, "http://127.0.0.1:9", "http://127.0.0.1:10"], timeout_s=1)
+        assert [problem.partition(" did not answer for 1 s")[0] for problem in found] == [
+            "engine.urls: http://127.0.0.1:9",
+            "engine.urls: http://127.0.0.1:10",
+        ]
+        await fake.server.close()
+
+    run(test)
+
+
+def test_a_long_wait_for_a_server_is_said_in_log_and_terminal(monkeypatch, caplog):
+    reading, writing = os.pipe()
+    monkeypatch.setenv(PROGRESS, str(writing))
+    monkeypatch.setattr(external_server, "SAID_AFTER_S", 0.25)
+
+    async def test():
+        with pytest.raises(EngineError, match="127.0.0.1:9 did not answer"):
+            await find_servers(["http://127.0.0.1:9"], timeout_s=0.5)
+        with pytest.raises(EngineError, match="127.0.0.1:10 did not answer"):
+            await RemoteServer("http://127.0.0.1:10", timeout_s=0.5).start()
+        with pytest.raises(EngineError, match="127.0.0.1:11 did not answer"):
+            await find_servers(["http://127.0.0.1:11"], timeout_s=0.1)  # no long wait
+
+    run(test)
+    said = [f"engine.urls: http://127.0.0.1:{port} does not answer yet and is waited for, 0.25 s" for port in (9, 10)]
+    assert [record.getMessage().partition(" more at most")[0] for record in caplog.records] == said
+    told = [json.loads(line) for line in os.read(reading, 1 << 16).splitlines()]
+    assert [message["say"] for message in told] == [record.getMessage() for record in caplog.records]
+    os.close(reading)
+    os.close(writing)
