@@ -50,7 +50,7 @@ from impala_llm.learning.policy.model_files import base_checksum
 from impala_llm.learning.policy.policy_files import resolve_policy
 from impala_llm.processes.stop_signals import ToldToStop
 from impala_llm.rollout import ChatFormat, EpisodeAborted, EpisodeLimits, EpisodeSpec, Turn, play_episode
-from impala_llm.settings import Config, written
+from impala_llm.settings import Config, holds_run, model_directory, written
 from impala_llm.writable_folders import removed_if_refused, try_to_write, writing_to
 
 _KEEP_EVERY_S = 60.0
@@ -386,6 +386,8 @@ def _begin(config: Config, policy: Path, folder: Path) -> None:
         config.env.name, config.demonstrations.player, config.model.path, fingerprint(tokenizer), len(tokenizer),
         plain(settings), weights,
     )  # fmt: skip
+    if not has_parts(folder) and (holds_run(folder) or model_directory(str(folder)) is not None):
+        raise ConfigError(f"demonstrations.dir={folder} holds a run, a warm start or a policy: name another folder")
     if not has_parts(folder):  # a header alone is of a recording that never began, and claims nothing
         with writing_to(f"demonstrations.dir={folder}"):
             write_header(folder, header)

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections import Counter
@@ -127,7 +128,7 @@ def read_header(folder: Path) -> Header:
             raise DemonstrationError(f"{folder} has parts but no readable {HEADER} (it is missing): {_AGAIN}") from None
         raise DemonstrationError(
             f"{folder} holds no demonstrations ({HEADER} is missing): record some with `impala-llm demonstrate "
-            f"demonstrations.dir={folder}`, or correct the path"
+            f"{shlex.quote(f'demonstrations.dir={folder}')}` and the settings of the environment, or correct the path"
         ) from None
     except _DAMAGES as error:
         if isinstance(error, DemonstrationError):
@@ -356,7 +357,7 @@ def main(argv: Sequence[str]) -> int:
         if not chosen and next(read(options.folder), None) is None:
             raise DemonstrationError(
                 f"{options.folder} has no recorded episode: record some with `impala-llm demonstrate "
-                f"demonstrations.dir={options.folder}`"
+                f"{shlex.quote(f'demonstrations.dir={options.folder}')}` and the settings of the environment"
             )
         if not chosen:
             raise DemonstrationError(

@@ -192,7 +192,7 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
                     break
                 if not waits_for_others and actors and all(actor.is_given_up for actor in actors):
                     waits_for_others = True
-                    say(f"the learner waits for other actors, until Ctrl-C; {how_to_join(config)} starts them")
+                    say(f"no actor of this command is left: the learner needs others, {how_to_join(config)}")
                 time.sleep(POLL_S)
         finally:
             _show(learner, view)

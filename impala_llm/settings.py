@@ -244,7 +244,8 @@ class ActorConfig:
     stand for the rest, else the ticket is given back."""
     fault_patience_s: float = bounded(20.0, least=0)
     """Time for which all episodes must have failed before the actor ends, with the reason: shorter outages of what an
-    environment or an agent needs are waited for."""
+    environment or an agent needs are waited for. Returned values that are not what docs/environments.md says end it
+    after 32 in a row."""
     unroll_turns: int | None = bounded(None, least=1)
     """Learn from an episode before it has ended: after every so many turns, with the value of the state reached in
     place of what is to come (IMPALA's unrolls). Each unroll is a trajectory of the batch. None: whole episodes."""

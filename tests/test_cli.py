@@ -272,6 +272,22 @@ def test_a_dry_run_makes_the_tasks(user_folder: Path, capsys: pytest.CaptureFixt
     assert "env.name=empty:Suite cannot be made: OSError: no data here" in printed.err and "# actor 0" in printed.out
 
 
+@pytest.mark.parametrize(
+    ("tasks", "session", "said"),
+    [("range(0)", "None", "at least one task is expected"), ("range(9)", "object()", "no method reset and no step")],
+)
+def test_a_dry_run_finds_what_would_end_the_run(
+    user_folder: Path, capsys: pytest.CaptureFixture[str], tasks: str, session: str, said: str
+) -> None:
+    (user_folder / "flawed.py").write_text(
+        f"class Suite:\n    name, system_prompt = 'flawed', ''\n    def tasks(self, split):\n        return {tasks}\n"
+        f"    def session(self, training):\n        return {session}\n"
+        "    def signature(self, task_id):\n        return ''\n"
+    )
+    assert cli.main(["train", "experiment=toy", "env=flawed:Suite", "--dry-run"]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_key_that_is_given_twice_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

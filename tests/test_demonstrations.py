@@ -342,6 +342,16 @@ def test_a_folder_of_other_settings_is_refused(tmp_path: Path, tiny_model: Path,
         record(load([*words(tmp_path, tiny_model), change]))
 
 
+@pytest.mark.parametrize("held", ["checkpoints/update-000001/manifest.json", "tensorboard/metrics.jsonl"])
+def test_nothing_is_recorded_into_the_folder_of_a_run(tmp_path: Path, tiny_model: Path, held: str) -> None:
+    folder = tmp_path / "a run"
+    (folder / held).parent.mkdir(parents=True)
+    (folder / held).write_text("{}")
+    with pytest.raises(ConfigError, match="holds a run, a warm start or a policy: name another folder"):
+        record(load([*words(tmp_path, tiny_model), f"demonstrations.dir={folder}"]))
+    assert not list(folder.glob("*.json*"))
+
+
 def test_settings_that_are_left_out_make_a_folder_another_one(user_folder: Path, tiny_model: Path) -> None:
     (user_folder / "mapped.py").write_text(
         "from impala_llm.envs.toy import ParrotSuite\n"

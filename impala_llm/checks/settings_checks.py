@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -79,6 +79,11 @@ def problems(config: Config, words: Sequence[str] = ()) -> list[str]:
     ]
 
 
+def _is_one_of(value: object, choices: Iterable[object]) -> bool:
+    """Return whether a value is among choices, with 0 and 1 for neither false nor true."""
+    return any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in choices)
+
+
 def field_problems(part: object, prefix: str = "") -> list[str]:
     """Return the settings that are out of the range, or not among the choices, that stand on their fields.
 
@@ -95,7 +100,7 @@ def field_problems(part: object, prefix: str = "") -> list[str]:
         is_number = isinstance(value, int | float)
         if is_dataclass(value):
             found += field_problems(value, f"{key}.")
-        elif choices and (type(value), value) not in [(type(c), c) for c in choices] and not (bounds and is_number):
+        elif choices and not _is_one_of(value, choices) and not (bounds and is_number):
             number = f", or a number, {limits(low, high)}" if bounds else ""
             allowed = ", ".join(map(written, choices))
             found.append(f"{key}={written(value)} is not known: choose one of {allowed}{number}")

@@ -40,7 +40,7 @@ from impala_llm.engines.sglang.launch_args import find_python
 from impala_llm.envs import contract
 from impala_llm.envs.base import SPLITS
 from impala_llm.envs.contract import EnvironmentFault
-from impala_llm.gateway.tasks import suite_of
+from impala_llm.gateway.tasks import tried_suite
 from impala_llm.gpus import deal_gpus, visible_gpus, with_num_actors
 from impala_llm.hosts import TcpEndpoint, check_connect, rank_endpoint, resolve
 from impala_llm.observability.terminal import working
@@ -249,8 +249,12 @@ def environment(config: Config) -> tuple[str, list[str]]:
     """The tasks that are played, made as an actor makes them."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # a library may greet
-            suite = suite_of(config)
-            sizes = [f"{split} {len(contract.tasks(suite, split))}" for split in SPLITS]
+            suite = tried_suite(config)
+            sizes = [f"{split} {len(suite.tasks(split))}" for split in SPLITS]
+            if config.evaluation.before_and_after:
+                contract.tasks(suite, config.evaluation.split)  # type: ignore[arg-type]  # by config.load
+            if config.evaluation.inside_run:
+                contract.tasks(suite, "validation", "evaluation.every_updates")
     except EnvironmentFault as error:
         return "agent" if config.agent.is_set else config.env.name, [str(error)]
     return f"{suite.name}, tasks: {', '.join(sizes)}", []

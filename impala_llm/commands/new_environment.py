@@ -18,7 +18,7 @@ class Suite:
     name, system_prompt = "{name}", ""
 
     def __init__(self, num_letters: int = 4, num_tasks: int = 1000) -> None:  # settings: env.args.num_letters=...
-        self.letters, self.tenth = "abcdefghijklmnopqrstuvwxyz"[:num_letters], num_tasks // 10
+        self.letters, self.tenth = "abcdefghijklmnopqrstuvwxyz"[:num_letters], max(1, num_tasks // 10)
 
     def tasks(self, split):  # no task is in two splits
         first, last = {{"train": (0, 8), "validation": (8, 9), "test": (9, 10)}}[split]

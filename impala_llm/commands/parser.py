@@ -247,9 +247,9 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
 
         check_training(config)
         if is_dry:
-            from impala_llm.gateway.tasks import suite_of
+            from impala_llm.gateway.tasks import tried_suite
 
-            suite_of(config)  # a run leaves it to its actors: it may take seconds
+            tried_suite(config)  # a run leaves it to its actors: it may take seconds
             return 0
 
     folder = Path(config.run.dir)

@@ -282,11 +282,7 @@ async def _call_session(what: str, function: Callable[[], Any]) -> Any:
     """Call a method that may be a coroutine function."""
     try:
         result = function()
-        if inspect.isawaitable(result):
-            result = await result
-            if is_cancelled():  # and the method has caught it: the episode is given up all the same
-                raise asyncio.CancelledError
-        return result
+        return await result if inspect.isawaitable(result) else result
     except BaseException as error:
         if _is_from_outside(error):
             raise

@@ -1,12 +1,13 @@
 """The tasks of an agent: lines of a file, or mere numbers."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from impala_llm.envs import make_suite
+from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import Session, Split, Suite
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.envs.json_lines import read_json_lines
@@ -66,6 +67,24 @@ def suite_of(config: Config) -> Suite:
     if config.agent.is_set:
         return AgentSuite(config.agent.tasks, config.agent.num_tasks)
     return make_suite(config.env)
+
+
+def tried_suite(config: Config) -> Suite:
+    """`suite_of`, with the tasks of training looked at and a session made: before a run, what would end it.
+
+    Raises:
+        EnvironmentFault: see `suite_of`; there are no tasks, or a session is none.
+    """
+
+    async def try_session() -> None:
+        contract.close(contract.session(suite, training=True))
+        await contract.closed()
+
+    suite = suite_of(config)
+    contract.tasks(suite, "train")
+    if not config.agent.is_set:
+        asyncio.run(try_session())
+    return suite
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], dict[Split, list[int]] | None]:

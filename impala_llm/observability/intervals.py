@@ -29,7 +29,7 @@ def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
     p, z2 = successes / trials, Z95**2
     centre = (p + z2 / (2 * trials)) / (1 + z2 / trials)
     half = Z95 * math.sqrt(p * (1 - p) / trials + z2 / (4 * trials**2)) / (1 + z2 / trials)
-    return _within_0_and_1(centre - half, centre + half)  # which rounding leaves otherwise
+    return max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half))  # rounding leaves p otherwise, near 0 and 1
 
 
 def score_interval(scores: Sequence[float]) -> tuple[float, float]:

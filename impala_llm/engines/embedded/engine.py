@@ -299,16 +299,19 @@ class TorchEngine:
     async def close(self) -> None:
         """Abort all answers, refuse further requests, and free the memory of model and cache: callers may still hold
         this engine while its successor is made."""
-        if self._closed:
-            return
         self._closed = True
         self.abort()
-        if self._runner is not None:
-            await self._runner
-        self._cache.drop()
-        del self._model, self._decoder, self._weights
+        try:
+            if self._runner is not None:
+                await self._runner
+        finally:
+            self._cache.drop()
+            for name in ("_model", "_decoder", "_weights"):
+                self.__dict__.pop(name, None)
 
     def _check_version(self, version: int) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed")
         if version < self.version:
             raise EngineError(
                 f"version {version} is older than the engine's {self.version}: versions never decrease;"
