@@ -212,7 +212,7 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
         return BAD_SETTINGS
     code = learner.poll()
     assert code is not None
-    if code not in (STOPPED, NOT_SAVED):
+    if code not in (STOPPED, NOT_SAVED) and not learner.is_given_up:  # which was said
         say(f"the learner has ended ({exit_reason(code)}){learner.last_log_line()}")
     return code if code >= 0 else 128 - code
 

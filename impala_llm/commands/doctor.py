@@ -250,7 +250,9 @@ def environment(config: Config) -> tuple[str, list[str]]:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # a library may greet
             suite = tried_suite(config)
-            sizes = [f"{split} {len(suite.tasks(split))}" for split in SPLITS]
+            # Of a split that these settings do not play there may be none.
+            counts = contract.call(f"env {suite.name}: tasks", lambda: [len(suite.tasks(split)) for split in SPLITS])
+            sizes = [f"{split} {count}" for split, count in zip(SPLITS, counts, strict=True)]
             if config.evaluation.before_and_after:
                 contract.tasks(suite, config.evaluation.split)  # type: ignore[arg-type]  # by config.load
             if config.evaluation.inside_run:
