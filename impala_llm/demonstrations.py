@@ -34,7 +34,7 @@ from transformers import PreTrainedTokenizerBase
 
 from impala_llm.config import ConfigError
 from impala_llm.rollout import Turn
-from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS, Trajectory, TrajectoryError
+from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS, TOKEN_FIELDS, Trajectory, TrajectoryError
 from impala_llm.writable_folders import writing_to
 
 FORMAT = 2
@@ -182,7 +182,7 @@ def _read_part(path: Path) -> list[Demonstration]:
             f"{arrays_path} is missing or damaged ({_reason(error)}): copy it again, or remove {path.name} beside it"
         ) from None
     for name, array in arrays.items():
-        key = "num_turns" if name == "turns" else "num_tokens"
+        key = "num_tokens" if name in TOKEN_FIELDS else "num_turns"
         if array.shape[:1] != (total := sum(values[key] for values in lines),):
             raise DemonstrationError(
                 f"{path}: {key} of its {len(lines)} lines is {total} in all, and {name} in {arrays_path.name} has the "
@@ -199,7 +199,7 @@ def _read_part(path: Path) -> list[Demonstration]:
     for number, values in enumerate(lines, 1):
         ends = token + values["num_tokens"], turn + values["num_turns"]
         fields = {
-            name: arrays[name][turn : ends[1]] if name == "turns" else arrays[name][token : ends[0]]
+            name: arrays[name][token : ends[0]] if name in TOKEN_FIELDS else arrays[name][turn : ends[1]]
             for name in ARRAY_FIELDS
         }
         try:

@@ -14,18 +14,28 @@ from typing import Any, get_origin
 
 import numpy as np
 
-ARRAY_FIELDS: dict[str, np.dtype] = {
+TOKEN_FIELDS: dict[str, np.dtype] = {
     "tokens": np.dtype(np.int32),
     "behaviour_log_probs": np.dtype(np.float32),
     "versions": np.dtype(np.int32),
     "rewards": np.dtype(np.float32),
-    "turns": np.dtype(np.int32),
     "action_mask": np.dtype(np.bool_),
 }
-"""Array fields and their dtypes, in the order in which they lie in memory: end to end, the bytes last."""
+"""Array fields with an item for each token, and its dtype, of 4 bytes or of 1."""
+TURN_FIELDS: dict[str, np.dtype] = {"turns": np.dtype((np.int32, 2))}
+"""Array fields with an item for each turn, and its dtype, of items of 4 bytes or of 1."""
+ARRAY_FIELDS = dict(sorted({**TOKEN_FIELDS, **TURN_FIELDS}.items(), key=lambda field: -field[1].base.itemsize))
+"""All array fields, in the order in which they lie in memory: end to end, the bytes last."""
 
-TURN_BYTES = 2 * ARRAY_FIELDS["turns"].itemsize
-TOKEN_BYTES = sum(dtype.itemsize for name, dtype in ARRAY_FIELDS.items() if name != "turns")
+FIELD_STARTS: dict[str, tuple[int, int]] = {}
+"""Start of each array in a block: so many bytes for each token, and so many for each turn."""
+TOKEN_BYTES = TURN_BYTES = 0
+for _name, _dtype in ARRAY_FIELDS.items():
+    FIELD_STARTS[_name] = TOKEN_BYTES, TURN_BYTES
+    if _name in TOKEN_FIELDS:
+        TOKEN_BYTES += _dtype.itemsize
+    else:
+        TURN_BYTES += _dtype.itemsize
 
 NO_VERSION = -1
 """Version of a token that no policy sampled: prompts and observations."""
@@ -112,14 +122,16 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         for name, dtype in ARRAY_FIELDS.items():
-            _check_array(name, getattr(self, name), dtype, ndim=2 if name == "turns" else 1)
+            _check_array(name, getattr(self, name), dtype)
         num_tokens = len(self.tokens)
         if num_tokens == 0:
             raise TrajectoryError("tokens is empty: a trajectory holds at least one action token")
-        for name in ("action_mask", "behaviour_log_probs", "versions", "rewards"):
-            if len(getattr(self, name)) != num_tokens:
+        for name in ARRAY_FIELDS:
+            like = "tokens" if name in TOKEN_FIELDS else "turns"
+            if len(getattr(self, name)) != len(getattr(self, like)):
                 raise TrajectoryError(
-                    f"{name} has length {len(getattr(self, name))}, tokens has {num_tokens}: lengths must agree"
+                    f"{name} has length {len(getattr(self, name))}, {like} has {len(getattr(self, like))}: lengths "
+                    "must agree"
                 )
         if self.tokens.min() < 0:
             raise TrajectoryError(f"tokens holds the negative id {int(self.tokens.min())}: ids start at 0")
@@ -137,15 +149,14 @@ class Trajectory:
             raise TrajectoryError(
                 f"versions must be {NO_VERSION} wherever action_mask is False, {CONTEXT_START} where a context begins"
             )
+        for name, dtype in ARRAY_FIELDS.items():
+            if dtype.base.kind == "f" and not np.isfinite(getattr(self, name)).all():
+                raise TrajectoryError(f"{name} holds a value that is not finite")
         log_probs = self.behaviour_log_probs
-        if not np.isfinite(log_probs).all():
-            raise TrajectoryError("behaviour_log_probs holds a value that is not finite")
         if log_probs.max() > 1e-4:  # float32 log-softmax of a certain token may round a hair above 0
             raise TrajectoryError(f"behaviour_log_probs reaches {float(log_probs.max())}: log-probabilities are <= 0")
         if log_probs[~mask].any():
             raise TrajectoryError("behaviour_log_probs must be 0 wherever action_mask is False")
-        if not np.isfinite(self.rewards).all():
-            raise TrajectoryError("rewards holds a value that is not finite")
         if self.rewards[~mask].any():
             raise TrajectoryError("rewards must be 0 wherever action_mask is False: a reward follows an action")
         self._check_metadata()
@@ -164,8 +175,6 @@ class Trajectory:
     def _check_turns(self) -> None:
         """The spans of `turns` are in order, disjoint and cover exactly the action tokens."""
         turns = self.turns
-        if turns.shape[1:] != (2,):
-            raise TrajectoryError(f"turns has shape {turns.shape}: [K, 2] is expected")
         starts, ends = turns[:, 0], turns[:, 1]
         if (starts >= ends).any() or (starts[1:] < ends[:-1]).any():
             raise TrajectoryError(
@@ -299,8 +308,8 @@ def block_views(block: np.ndarray, num_tokens: int, num_turns: int) -> dict[str,
     views = {}
     start = 0
     for name, dtype in ARRAY_FIELDS.items():
-        shape = (num_turns, 2) if name == "turns" else (num_tokens,)
-        views[name] = np.ndarray(shape, dtype, block, start)
+        num_items = num_tokens if name in TOKEN_FIELDS else num_turns
+        views[name] = np.ndarray((num_items, *dtype.shape), dtype.base, block, start)
         start += views[name].nbytes
     return views
 
@@ -322,10 +331,12 @@ def _address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _check_array(name: str, value: object, dtype: np.dtype, ndim: int) -> None:
+def _check_array(name: str, value: object, dtype: np.dtype) -> None:
     if not isinstance(value, np.ndarray):
-        raise TrajectoryError(f"{name} is a {type(value).__name__}: a numpy array of {dtype} is expected")
-    if value.dtype != dtype:
-        raise TrajectoryError(f"{name} has dtype {value.dtype}: {dtype} is expected")
-    if value.ndim != ndim:
-        raise TrajectoryError(f"{name} has {value.ndim} dimensions: {ndim} expected")
+        raise TrajectoryError(f"{name} is a {type(value).__name__}: a numpy array of {dtype.base} is expected")
+    if value.dtype != dtype.base:
+        raise TrajectoryError(f"{name} has dtype {value.dtype}: {dtype.base} is expected")
+    if value.ndim != 1 + dtype.ndim:
+        raise TrajectoryError(f"{name} has {value.ndim} dimensions: {1 + dtype.ndim} expected")
+    if value.shape[1:] != dtype.shape:
+        raise TrajectoryError(f"{name} has shape {list(value.shape)}: {[len(value), *dtype.shape]} is expected")

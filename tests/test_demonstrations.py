@@ -375,7 +375,7 @@ def test_the_documented_format_holds(tmp_path: Path, tiny_model: Path) -> None:
         checksum = hashlib.sha256(b"".join(arrays[name].tobytes() for name in sorted(arrays))).hexdigest()
         assert file.metadata()["arrays_sha256"] == checksum
     lines = [json.loads(line) for line in (folder / "part-00000.jsonl").read_text().splitlines()]
-    assert {name: array.dtype for name, array in arrays.items()} == ARRAY_FIELDS
+    assert {n: array.dtype for n, array in arrays.items()} == {n: dtype.base for n, dtype in ARRAY_FIELDS.items()}
     assert len(arrays["tokens"]) == sum(line["num_tokens"] for line in lines)
     assert len(arrays["turns"]) == sum(line["num_turns"] for line in lines)
     assert all(set(line) == {*METADATA_FIELDS, "num_tokens", "num_turns", "source", "text"} for line in lines)

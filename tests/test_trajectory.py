@@ -56,7 +56,7 @@ def test_every_field_is_an_array_or_metadata():
     [
         ({"tokens": np.arange(7)}, "tokens has dtype int64"),
         ({"tokens": [1, 2]}, "tokens is a list"),
-        ({"tokens": np.arange(8, dtype=np.int32)}, "action_mask has length 7"),
+        ({"tokens": np.arange(8, dtype=np.int32)}, "behaviour_log_probs has length 7, tokens has 8"),
         ({"tokens": np.zeros(0, np.int32)}, "tokens is empty"),
         ({"tokens": replaced("tokens", 1, -1)}, "tokens holds the negative id -1"),
         ({"action_mask": np.zeros(7, np.bool_)}, "action_mask is False everywhere"),

@@ -49,7 +49,7 @@ MAX_STATS = 256
 _FORMAT = 3
 """Raised where the layout, or a rule of `Trajectory`, changes in another way than by a field."""
 _FIELDS = [
-    *((name, dtype.str) for name, dtype in ARRAY_FIELDS.items()),
+    *((name, dtype.base.str) for name, dtype in ARRAY_FIELDS.items()),
     *((n, k.__name__) for n, k in METADATA_FIELDS.items()),
 ]
 MAGIC = _FORMAT << 48 | 0x6C6C_6D69 << 16 | zlib.crc32(repr(_FIELDS).encode()) & 0xFFFF  # in the middle "imll"
@@ -242,9 +242,10 @@ def decode_record(record: bytes | bytearray | memoryview) -> Trajectory:
         raise RecordError(f"a record has {view.nbytes} bytes: its header says something else")
     metadata = metadata_of(view, facts)
     arrays: dict[str, Any] = block_views(np.frombuffer(view[8 * start :], np.uint64), num_tokens, num_turns)
-    # numpy takes any byte for a bool; 2 would be True and yet unequal to it.
-    if arrays["action_mask"].view(np.uint8).max() > 1:
-        raise RecordError("action_mask holds a byte that is neither 0 nor 1")
+    for name, array in arrays.items():
+        # numpy takes any byte for a bool; 2 would be True and yet unequal to it.
+        if array.dtype == np.bool_ and array.view(np.uint8).max() > 1:
+            raise RecordError(f"{name} holds a byte that is neither 0 nor 1")
     try:
         return Trajectory(**arrays, **metadata)
     except TrajectoryError as error:

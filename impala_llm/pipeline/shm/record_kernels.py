@@ -49,7 +49,16 @@ from impala_llm.pipeline.shm.record_layout import (
     TICKET_ID_WORD,
     UNROLL_INDEX_WORD,
 )
-from impala_llm.trajectory import ARRAY_FIELDS, CONTEXT_START, MAX_UNROLLS, NO_VERSION, TOKEN_BYTES, TURN_BYTES
+from impala_llm.trajectory import (
+    ARRAY_FIELDS,
+    CONTEXT_START,
+    FIELD_STARTS,
+    MAX_UNROLLS,
+    NO_VERSION,
+    TOKEN_BYTES,
+    TOKEN_FIELDS,
+    TURN_BYTES,
+)
 
 _MAX_LOGPROB = np.float32(1e-4)
 _LARGEST = np.finfo(np.float32).max
@@ -67,11 +76,23 @@ _CHECKED_FIELDS = ("tokens", "behaviour_log_probs", "versions", "rewards")
 _TOKENS, _LOG_PROBS, _VERSIONS, _REWARDS = map(list(ARRAY_FIELDS).index, _CHECKED_FIELDS)
 _NUM_CHECKED = len(_CHECKED_FIELDS)
 _CHECKED_WORDS = _NUM_CHECKED // 2
-"""Words of 8 bytes that a token has in the checked fields, which have 4 bytes each: of an odd number the fields behind
-them would be looked for at the wrong place."""
-assert _NUM_CHECKED % 2 == 0, f"{_CHECKED_FIELDS}: an even number of fields can be checked, see _CHECKED_WORDS"
+"""Words of 8 bytes that a token has in the checked fields, two items in a word."""
 assert tuple(ARRAY_FIELDS)[:_NUM_CHECKED] == _CHECKED_FIELDS, "the checked fields must be the first ones of a record"
-"""Words of all of them for each token, two items in a word."""
+_MASK_START, _TURNS_START = FIELD_STARTS["action_mask"], FIELD_STARTS["turns"]
+
+
+def _extra_fields(kind: str) -> np.ndarray:
+    """Arrays of a kind of dtype that have no rule of their own: int64[n, 4], start and number of items of each, as
+    multiples of T and of K."""
+    rows = []
+    for name, dtype in ARRAY_FIELDS.items():
+        if name not in (*_CHECKED_FIELDS, "action_mask", "turns") and dtype.base.kind == kind:
+            num_items = dtype.itemsize // dtype.base.itemsize
+            rows.append((*FIELD_STARTS[name], *((num_items, 0) if name in TOKEN_FIELDS else (0, num_items))))
+    return np.array(rows, np.int64).reshape(-1, 4)
+
+
+_EXTRA_FLOATS, _EXTRA_FLAGS = _extra_fields("f"), _extra_fields("b")
 COPIED, TORN, INVALID = 1, 2, 3
 """Outcomes of `take_records`. Torn: the record lies outside of the source, or its checksum disagrees. Invalid: it is
 whole, but breaks a rule."""
@@ -218,6 +239,40 @@ def _check_turns(turns: np.ndarray, mask: np.ndarray) -> bool:
         num_covered += inside
         last_end = end
     return num_covered == num_actions
+
+
+@_compiled
+def _mask_of(block: np.ndarray, num_tokens: int, num_turns: int) -> np.ndarray:
+    """action_mask, uint8[T], in a block of arrays, uint64[n]."""
+    start = _MASK_START[0] * num_tokens + _MASK_START[1] * num_turns
+    return block.view(np.uint8)[start : start + num_tokens]
+
+
+@_compiled
+def _turns_of(block: np.ndarray, num_tokens: int, num_turns: int) -> np.ndarray:
+    """turns, int32[2·K], in a block of arrays, uint64[n]."""
+    start = (_TURNS_START[0] * num_tokens + _TURNS_START[1] * num_turns) // 4
+    return block.view(np.int32)[start : start + 2 * num_turns]
+
+
+@_compiled
+def _check_extra(block: np.ndarray, num_tokens: int, num_turns: int) -> bool:
+    """Return whether the arrays without a rule of their own hold finite numbers, and flags that are 0 or 1."""
+    for row in range(_EXTRA_FLOATS.shape[0]):
+        start = (_EXTRA_FLOATS[row, 0] * num_tokens + _EXTRA_FLOATS[row, 1] * num_turns) // 4
+        count = _EXTRA_FLOATS[row, 2] * num_tokens + _EXTRA_FLOATS[row, 3] * num_turns
+        numbers = block.view(np.float32)[start : start + count]
+        for i in range(numbers.size):
+            if not abs(numbers[i]) <= _LARGEST:
+                return False
+    for row in range(_EXTRA_FLAGS.shape[0]):
+        start = _EXTRA_FLAGS[row, 0] * num_tokens + _EXTRA_FLAGS[row, 1] * num_turns
+        count = _EXTRA_FLAGS[row, 2] * num_tokens + _EXTRA_FLAGS[row, 3] * num_turns
+        flags = block.view(np.uint8)[start : start + count]
+        for i in range(flags.size):
+            if flags[i] > 1:
+                return False
+    return True
 
 
 @_compiled
@@ -373,7 +428,7 @@ def take_records(
         if begin > 0 and size >= large:
             total += copy_checksum(record[HEADER_WORDS:begin], taken[HEADER_WORDS:begin], HEADER_WORDS)
             total += copy_checksum(record[end:], taken[end:], end)
-            mask = record[end + num_turns :].view(np.uint8)[:num_tokens]
+            mask = _mask_of(record[begin:], num_tokens, num_turns)
             total += _take_checked(record[begin:end], taken[begin:end], begin, mask, space, findings)
         else:
             total += copy_checksum(record[HEADER_WORDS:], taken[HEADER_WORDS:], HEADER_WORDS)
@@ -387,7 +442,7 @@ def take_records(
         facts[n, EPISODE_END] = facts[n, EPISODE_BEGIN] + (facts[n, TEXTS] & 0xFFFF)
         if begin == 0 or not _check_metadata(record, begin):
             continue
-        mask = record[end + num_turns :].view(np.uint8)[:num_tokens]
+        mask = _mask_of(record[begin:], num_tokens, num_turns)
         if size < large:
             block = record[begin:end]
             ids, versions, numbers = block.view(np.uint32), block.view(np.int32), block.view(np.float32)
@@ -395,7 +450,8 @@ def take_records(
                 offset = np.uint64(field * num_tokens)
                 _check_span(field, ids, versions, numbers, offset, mask, _NOTHING, np.uint64(num_tokens), findings)
         good = findings[_BAD] == 0 and findings[_LARGEST_TOKEN] < vocab_size
-        if good and _check_turns(record[end : end + num_turns].view(np.int32), mask):
+        good = good and _check_turns(_turns_of(record[begin:], num_tokens, num_turns), mask)
+        if good and _check_extra(record[begin:], num_tokens, num_turns):
             facts[n, OUTCOME] = COPIED
             facts[n, OLDEST_VERSION], facts[n, NEWEST_VERSION] = findings[_OLDEST], findings[_NEWEST]
     kept_space[0] = kept_findings[0] = 0  # kept until here
