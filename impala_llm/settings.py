@@ -92,6 +92,9 @@ class WebShopConfig:
     script_speaks: bool = False
     """Hard catalogue: before the scripted shopper acts on a features page, it says of each wanted attribute whether it
     is there, such as "sugar free yes vegan no search[tea]": policies that learn from it learn to judge."""
+    script_speaks_of_prices: bool = False
+    """Hard catalogue: before the scripted shopper opens a result, it says of each new one up to there whether the price
+    is low enough, such as "104 no 20 yes click[2]"; where it overlooks the price limit it says nothing."""
     sparse_reward: bool = False
     """Reward 10 for a score of 1.0 and 0 otherwise, instead of the score."""
     success_bonus: float = bounded(0.0, least=0, most=1000.0)

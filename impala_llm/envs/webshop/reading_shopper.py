@@ -57,6 +57,8 @@ class ReadingShopper:
 
     Args:
         speaks: before what it does on a features page, it says of each wanted attribute whether it is there.
+        speaks_of_prices: before it opens a result, or passes over all that are new, it says of each up to there whether
+            the price is low enough. Where it overlooks the price limit it says nothing.
         max_steps: it plans to buy the best that it has seen before so many steps are over; where the way back to it is
             long, one episode in fifty is too late.
 
@@ -64,11 +66,19 @@ class ReadingShopper:
         ValueError: a noise outside [0, 1].
     """
 
-    def __init__(self, noise: float = 0.0, seed: int = 0, speaks: bool = False, max_steps: int = 15) -> None:
+    def __init__(
+        self,
+        noise: float = 0.0,
+        seed: int = 0,
+        speaks: bool = False,
+        max_steps: int = 15,
+        speaks_of_prices: bool = False,
+    ) -> None:
         if not 0.0 <= noise <= 1.0:
             raise ValueError(f"noise is {noise}; choose between 0 (plays well) and 1 (sloppy)")
         self.noise = noise
         self._speaks = speaks
+        self._speaks_of_prices = speaks_of_prices
         self._max_steps = max_steps
         self._rng = random.Random(seed)
         self._episode: _Episode | None = None
@@ -101,14 +111,21 @@ class ReadingShopper:
     def _on_results_page(self, episode: _Episode, links: list[str], page: str) -> str:
         texts = texts_of(links, page)
         fresh = [link for link in links if (episode.page, link) not in episode.seen]
+        said: list[str] = []
         for link in fresh:
-            if shown_price(texts.get(link, "")) <= episode.wish.price_limit or self._slips(OVERLOOK_PRICE):
+            price = shown_price(texts.get(link, ""))
+            is_low = price <= episode.wish.price_limit
+            if not is_low and self._slips(OVERLOOK_PRICE):
                 return _open(episode, link)
+            if self._speaks_of_prices:
+                said.append(f"{price:g} {_yes(is_low)}")
+            if is_low:
+                return " ".join([*said, _open(episode, link)])
         left = self._max_steps - episode.steps
         if links and episode.page < MAX_PAGES and left > 3 + len(episode.wish.options or ()):
             episode.page += 1
-            return "click[next >]"
-        return self._settle(episode, links)
+            return " ".join([*said, "click[next >]"])
+        return " ".join([*said, self._settle(episode, links)])
 
     def _settle(self, episode: _Episode, links: list[str]) -> str:
         """The way to the best product seen: its page of results, then itself."""
@@ -150,7 +167,7 @@ class ReadingShopper:
         if not self._speaks:
             return action
         wanted = sorted(episode.attributes, key=episode.wish.text.find)
-        said = [f"{attribute} {'yes' if attribute in found else 'no'}" for attribute in wanted]
+        said = [f"{attribute} {_yes(attribute in found)}" for attribute in wanted]
         return " ".join([*said, action])
 
     def _after_features(self, episode: _Episode, fit: int) -> str:
@@ -174,6 +191,10 @@ def _begin(observation: str) -> _Episode:
     name = _NAME.search(rest)
     words = [_QUERIES[name[1]]] if name else list(wish.words)
     return _Episode(instruction, wish, attributes, " ".join([*words, *(wish.options or ())]))
+
+
+def _yes(answer: bool) -> str:
+    return "yes" if answer else "no"
 
 
 def _search(episode: _Episode) -> str:

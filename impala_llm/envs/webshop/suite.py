@@ -93,7 +93,8 @@ class WebShopSuite:
         """The scripted shopper that fits the catalogue."""
         if not self.catalogue.split_by_product:
             return ScriptedShopper(noise, seed)
-        return ReadingShopper(noise, seed, self.config.script_speaks, self.config.max_steps)
+        config = self.config
+        return ReadingShopper(noise, seed, config.script_speaks, config.max_steps, config.script_speaks_of_prices)
 
     def baselines(self) -> dict[str, Callable[[], Script]]:
         """Scripts to compare policies with, by name; each is made anew for every episode."""

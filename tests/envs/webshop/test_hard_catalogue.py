@@ -1,5 +1,6 @@
 """The hard catalogue: how hard it is, the same for every seed, and that splits and catalogues share no product."""
 
+import itertools
 import re
 from functools import partial
 
@@ -215,6 +216,38 @@ def test_a_speaking_shopper_plays_the_same_and_says_what_it_found(catalogues):
             said += len(answers)
             observation, _, terminated, _, info = session.step(answer)
     assert said >= 100
+
+
+def test_a_shopper_that_speaks_of_prices_plays_the_same_and_judges_each_new_result(catalogues):
+    shown = {"observation_mode": "compact", "instruction_once": True, "row_numbers": True, "results_per_page": 5}
+    silent = WebShopSuite(catalogues[0], WebShopConfig(**shown))
+    speaking = WebShopSuite(catalogues[0], WebShopConfig(**shown, script_speaks_of_prices=True))
+    judged = {"yes": 0, "no": 0, "overlooked": 0}
+    for task, noise in itertools.product(silent.tasks("train")[:40], (0.0, 1.0)):
+        make = partial(speaking.script, noise, task)
+        assert play(speaking, make, task) == play(silent, partial(silent.script, noise, task), task)
+        session, script = speaking.session(training=False), make()
+        (observation, info), terminated = session.reset(task), False
+        limit = speaking.goals[task].price_upper
+        while not terminated:
+            answer = script.act(observation, info)
+            words, _, action = re.fullmatch(r"(.*?)( ?)((?:search|click)\[.*)", answer).groups()
+            new = (
+                re.findall(r"\$(\d+\.?\d*) (\d)$", observation, re.MULTILINE) if "Total results" in observation else []
+            )
+            opened = [number for _, number in new if action == f"click[{number}]"]
+            until = [number for _, number in new].index(opened[0]) + 1 if opened else len(new)
+            expected = [(f"{float(p):g}", "yes" if float(p) <= limit else "no") for p, _ in new[:until]]
+            answers = re.findall(r"(\d+\.?\d*) (yes|no)\b", words)
+            if opened and expected[-1][1] == "no":  # it overlooked the limit
+                assert noise and answers == []
+                judged["overlooked"] += 1
+            else:
+                assert answers == expected
+            for _, judgement in answers:
+                judged[judgement] += 1
+            observation, _, terminated, _, info = session.step(answer)
+    assert min(judged.values()) >= 20
 
 
 def test_the_setting_chooses_the_catalogue():
