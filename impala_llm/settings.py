@@ -440,7 +440,8 @@ class LearnerConfig:
     n-th. Lowers memory, and costs up to a third more time; see docs/learner.md."""
     compile_layers: bool = False
     """torch.compile of the model's layers, whose element-wise operations it fuses: faster, after half a minute of
-    compilation at the start. On a CPU it needs a C++ compiler. Results have other last digits; see docs/learner.md."""
+    compilation at the start. On a CPU it needs a C++ compiler, and a path of torch without a space. Results have other
+    last digits; see docs/learner.md."""
     learning_rate: float = bounded(3e-4, least=0, most=1)
     """Learning rate of the policy: the largest, after the warm-up."""
     value_learning_rate: float = bounded(1e-3, least=0, most=1)

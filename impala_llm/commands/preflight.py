@@ -484,15 +484,29 @@ def cpp_compiler() -> str:
     return os.environ.get("CXX", "g++")
 
 
+def torch_folder() -> str:
+    """Where torch is installed. torch.compile names it to the linker without quotes, so on a CPU it fails where a space
+    is in its path."""
+    torch = find_spec("torch")
+    return str(Path(torch.origin).parent) if torch and torch.origin else ""
+
+
 def _compiler(config: Config) -> list[str]:
     compiler = cpp_compiler()
     is_gpu = config.model.device != "cpu" and visible_gpus()
-    if not config.learner.compile_layers or is_gpu or shutil.which(compiler):
+    if not config.learner.compile_layers or is_gpu:
         return []
-    return [
-        f"learner.compile_layers=true needs a C++ compiler on a CPU, and there is no program {compiler!r}: install "
-        "g++, or set learner.compile_layers=false"
-    ]
+    if not shutil.which(compiler):
+        return [
+            f"learner.compile_layers=true needs a C++ compiler on a CPU, and there is no program {compiler!r}: install "
+            "g++, or set learner.compile_layers=false"
+        ]
+    if " " in torch_folder():
+        return [
+            f"learner.compile_layers=true: on a CPU torch cannot link what it compiles where its own path has a space "
+            f"({torch_folder()}): install into a folder without one, or set learner.compile_layers=false"
+        ]
+    return []
 
 
 def _sglang(config: Config) -> list[str]:
@@ -628,10 +642,11 @@ def _disk(config: Config) -> list[str]:
     checkpoint of the best."""
     folder, kept = Path(config.run.dir), config.learner.checkpoints_kept
     num_policies = 3 if config.evaluation.inside_run else 1
-    # One more is there while it is written. Beside the weights it has their moments, twice as large; of adapters both
-    # are small.
+    # One more is there while it is written. Beside the weights it has their moments, twice as large, and of ranks that
+    # share the policy their shares of it; of adapters all of these are small.
     num_checkpoints = kept + (2 if config.evaluation.inside_run else 1) if kept else 0
-    num_parts = 1 if config.model.lora.rank else 3
+    is_shared = config.learner.sharding == "fsdp2" or config.learner.tensor_parallel > 1
+    num_parts = 1 if config.model.lora.rank else 4 if is_shared else 3
     weights = float32_bytes(config.model.path)
     needed = DISK_SPARE + (num_policies + num_parts * num_checkpoints) * weights
     # Their successors are written before they are removed.

@@ -202,6 +202,15 @@ def test_compiled_layers_without_a_compiler_are_refused(
     assert [said for check in preflight.training_checks()["compiler"] for said in check(config)] == []
 
 
+def test_compiled_layers_are_refused_where_torch_cannot_link_them(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", sys.executable)  # a program that is there
+    monkeypatch.setattr(preflight, "torch_folder", lambda: "/home/ada/my projects/torch")
+    said = refused("learner.compile_layers=true", "model.device=cpu")
+    assert "(/home/ada/my projects/torch)" in said and "learner.compile_layers=false" in said
+
+
 def test_sglang_that_is_not_there_is_refused(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     async def none_there(python: str) -> None:
         raise preflight.BadServerSettings(f"engine.python={python} has no sglang installed")
@@ -274,6 +283,29 @@ def test_the_weights_that_a_host_of_actors_fetches_must_fit_into_its_shared_memo
     free = needed - 1
     (said,) = check(config)
     assert "model.path=tiny_shopper" in said and "arena_mb" not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "num_parts"),
+    [
+        ([], 3),  # the weights and their two moments
+        (["learner.sharding=fsdp2", "learner.num_ranks=2"], 4),  # and each rank's share of the weights
+        (["learner.tensor_parallel=2"], 4),
+        (["model.lora.rank=4"], 1),
+    ],
+)
+def test_checkpoints_take_disk_space_for_all_of_their_parts(
+    words: list[str], num_parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+
+    def needed_mb(kept: int) -> int:
+        settings = ["experiment=quickstart", f"run.dir={tmp_path}", f"learner.checkpoints_kept={kept}", *words]
+        (said,) = [said for check in preflight.training_checks()["disk"] for said in check(load(settings))]
+        return int(said.split("logs take ")[1].split(" MiB")[0].replace(",", ""))
+
+    weights_mb = preflight.float32_bytes("tiny_shopper") / 2**20
+    assert needed_mb(101) - needed_mb(1) == pytest.approx(100 * num_parts * weights_mb, abs=2)
 
 
 def test_checkpoints_and_policies_of_the_run_count_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.trainer import Trainer
+from tests.helpers import needs_a_path_without_spaces
 from tests.learning.builders import make_batch, make_config, save_lm
 
 ROWS = [5, 33, 1, 64, 140, 32]
@@ -106,6 +107,7 @@ def test_bfloat16_and_checkpointing_train_nearly_as_float32_does(tmp_path: Path)
 
 
 @pytest.mark.system
+@needs_a_path_without_spaces
 def test_compiled_layers_train_as_others_do_and_are_compiled_once_for_rows_of_any_number_and_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,11 +59,11 @@ def test_a_part_that_breaks_fails_alone_with_the_reason(tmp_path: Path) -> None:
 
 
 @needs_sglang
-def test_weights_pass_to_sglang_by_a_process_group_on_the_cpu() -> None:
-    """The way by the board is that of a whole run in test_sglang_train.py; the part for it has no code of its own."""
+@pytest.mark.parametrize("part", ["sglang-disk", "sglang-group"])
+def test_weights_pass_to_sglang_on_the_cpu(part: str) -> None:
     python = sglang_python()
     assert python is not None
-    status, rows = check("--device", "cpu", "--sglang-python", python, "sglang-group")
+    status, rows = check("--device", "cpu", "--sglang-python", python, part)
     assert status == 0, rows
-    assert "nats between engine and learner" in rows["sglang-group"]["figure"]
-    assert "versions sent" in rows["sglang-group"]["figure"]
+    assert "nats between engine and learner" in rows[part]["figure"]
+    assert "versions sent" in rows[part]["figure"]

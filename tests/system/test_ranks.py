@@ -1,6 +1,7 @@
 """Runs whose learner has several processes: they train, go on as another number of them, and lose one of them."""
 
 import signal
+import sys
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,8 @@ TENSOR = ("learner.num_ranks=1", "learner.tensor_parallel=2")
 def learners(run: Run) -> dict[int, psutil.Process]:
     """Processes of the learner, by their number."""
     found = run.processes(str(ROOT / "impala_llm" / "learner.py"))
-    return {int(process.environ()["RANK"]): process for process in found}
+    environments = [(process, process.environ()) for process in found]  # torchrun itself has no rank
+    return {int(variables["RANK"]): process for process, variables in environments if "RANK" in variables}
 
 
 @pytest.mark.system
@@ -90,6 +92,23 @@ def test_ranks_of_which_one_is_killed_start_again_and_actors_stay(tmp_path: Path
         with torch.no_grad():
             policy = PolicyModel.from_pretrained(tmp_path / "policy")
             assert all(bool(p.isfinite().all()) for p in policy.parameters())
+        run.assert_gone()
+
+
+@pytest.mark.system
+def test_torchrun_starts_ranks_again_of_which_one_is_killed_and_actors_stay(tmp_path: Path) -> None:
+    with Run(tmp_path, *TOY, *FSDP2, "learner.total_updates=24") as run:
+        actors = run.start("tools/launch_actors.sh", "--num-actors", "1")
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        learner = run.start(*torchrun, "--max-restarts", "3", str(ROOT / "impala_llm" / "learner.py"))
+        run.wait_for_updates(4)
+        learners(run)[1].kill()
+        assert learner.wait(300) == 0, run.printed()
+        assert actors.wait(60) == 0, run.printed()
+        assert run.printed().count("going on from update") == 1, run.printed()
+        versions = column(run.rows(), "learner/version")
+        assert versions == sorted({*versions}) and versions[-1] == 24 and len(versions) >= 23
+        assert sum(column(run.rows(), "pipeline/refused")) == 0
         run.assert_gone()
 
 

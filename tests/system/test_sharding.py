@@ -18,6 +18,7 @@ from impala_llm.learning.policy.lora import add_adapters, load_adapters, without
 from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.pipeline.weights.board import WeightReader
 from impala_llm.settings import LoraConfig
+from tests.helpers import needs_a_path_without_spaces
 from tests.learning.builders import SHAPE, save_lm
 from tests.system.forked_ranks import Start, forked_ranks
 from tests.system.runs import Run
@@ -77,7 +78,7 @@ def alone(start: Start, policy: Path, tmp_path_factory: pytest.TempPathFactory) 
         (2, ["learner.tensor_parallel=2"]),
         (4, ["learner.tensor_parallel=2"]),
         (2, ["learner.sharding=fsdp2", "learner.token_budget=auto"]),
-        (2, ["learner.sharding=fsdp2", "learner.compile_layers=true"]),
+        pytest.param(2, ["learner.sharding=fsdp2", "learner.compile_layers=true"], marks=needs_a_path_without_spaces),
         (4, ["learner.tensor_parallel=2", "learner.token_budget=auto"]),
     ],
 )

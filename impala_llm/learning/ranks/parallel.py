@@ -84,19 +84,30 @@ class Ranks:
         if self.num_processes > 1 or self.is_sharded:
             # Norms of shares in the host's memory are summed there.
             backend = "cpu:gloo,cuda:nccl" if use_cuda and self.is_sharded else "nccl" if use_cuda else "gloo"
-            is_alone = self.num_processes == 1
             dist.init_process_group(
                 backend,
-                init_method=None if is_alone else environment.get(RENDEZVOUS),  # torchrun's without
+                init_method=None if (store := self._store(environment, timeout_s)) else environment.get(RENDEZVOUS),
                 rank=self.process,
                 world_size=self.num_processes,
-                store=dist.HashStore() if is_alone else None,
+                store=store,
                 timeout=timedelta(seconds=timeout_s),
             )
         self._mesh: DeviceMesh | None = None
         if tensor_parallel > 1:
             shape, names = (tensor_parallel, self.world_size), ("tensor", "data")
             self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+
+    def _store(self, environment: Mapping[str, str], timeout_s: float) -> dist.Store | None:
+        """The store in which the processes find each other; None: that of the address in RENDEZVOUS."""
+        if self.num_processes == 1:
+            return dist.HashStore()
+        if RENDEZVOUS in environment:
+            return None
+        # torchrun keeps its store when it starts the processes again: without a prefix they would find the addresses
+        # of those before them there.
+        timeout = timedelta(seconds=timeout_s)
+        found, _, _ = next(dist.rendezvous("env://", self.process, self.num_processes, timeout=timeout))
+        return dist.PrefixStore(f"restart_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
 
     @classmethod
     def of(cls, config: Config) -> "Ranks":

@@ -1,4 +1,4 @@
-"""Compiled intake of records: copies with a checksum, and the checks of a trajectory's arrays and texts.
+"""Compiled intake of records: copies with a checksum, and the checks of a trajectory's arrays.
 
 All functions release the GIL, so that the learner's thread computes meanwhile, and touch only the arrays they are
 given. Invariant: no input makes a loop read or write outside of its arrays; shared memory is not trusted.
@@ -49,6 +49,7 @@ from impala_llm.pipeline.shm.record_layout import (
     TICKET_ID_WORD,
     UNROLL_INDEX_WORD,
 )
+from impala_llm.pipeline.shm.text_kernels import check_names, is_utf8
 from impala_llm.trajectory import (
     ARRAY_FIELDS,
     CONTEXT_START,
@@ -276,69 +277,6 @@ def _check_extra(block: np.ndarray, num_tokens: int, num_turns: int) -> bool:
 
 
 @_compiled
-def is_utf8(text: np.ndarray) -> bool:
-    """Return whether uint8[n] is UTF-8 by RFC 3629: no overlong forms, no surrogates, nothing above U+10FFFF."""
-    i = 0
-    while i < text.size:
-        first = np.int64(text[i])
-        if first < 0x80:
-            i += 1
-            continue
-        if 0xC2 <= first <= 0xDF:
-            more, low, high = 1, 0x80, 0xBF
-        elif 0xE0 <= first <= 0xEF:
-            more = 2
-            low = 0xA0 if first == 0xE0 else 0x80
-            high = 0x9F if first == 0xED else 0xBF
-        elif 0xF0 <= first <= 0xF4:
-            more = 3
-            low = 0x90 if first == 0xF0 else 0x80
-            high = 0x8F if first == 0xF4 else 0xBF
-        else:
-            return False
-        if i + more >= text.size:
-            return False
-        for k in range(1, more + 1):
-            byte = np.int64(text[i + k])
-            if byte < low or byte > high:
-                return False
-            low, high = 0x80, 0xBF
-        i += more + 1
-    return True
-
-
-@_compiled
-def _check_names(names: np.ndarray, num_stats: int) -> bool:
-    """Return whether uint8[n] holds `num_stats` different, non-empty names, with a zero byte between two."""
-    if num_stats == 0:
-        return names.size == 0
-    starts = np.empty(num_stats + 1, np.int64)
-    starts[0] = 0
-    count = 1
-    for i in range(names.size):
-        if names[i] == 0:
-            if count == num_stats:
-                return False
-            starts[count] = i + 1
-            count += 1
-    if count != num_stats:
-        return False
-    starts[count] = names.size + 1
-    for k in range(num_stats):
-        length = starts[k + 1] - starts[k]
-        if length == 1:
-            return False
-        for other in range(k):
-            if length == starts[other + 1] - starts[other]:
-                same = True
-                for i in range(length - 1):
-                    same = same and names[starts[k] + i] == names[starts[other] + i]
-                if same:
-                    return False
-    return True
-
-
-@_compiled
 def _find_block(record: np.ndarray, size: int, magic: int, max_tokens: int, max_stats: int, max_text: int) -> int:
     """Word at which the arrays of a record of this size begin, by its header; 0 where it is invalid."""
     num_tokens, num_turns = np.int64(record[NUM_TOKENS_WORD]), np.int64(record[NUM_TURNS_WORD])
@@ -379,7 +317,7 @@ def _check_metadata(record: np.ndarray, block_start: int) -> bool:
         good = good and is_utf8(text[begin:end])
         begin = end
     names = text[begin : begin + num_names]
-    return good and is_utf8(names) and _check_names(names, num_stats)
+    return good and is_utf8(names) and check_names(names, num_stats)
 
 
 @_compiled

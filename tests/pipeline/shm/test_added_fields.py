@@ -125,6 +125,7 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.system
 def test_added_arrays_travel_and_are_checked(copy: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(copy)}
     environment.pop("NUMBA_CACHE_DIR", None)

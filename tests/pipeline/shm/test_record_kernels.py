@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impala_llm.pipeline.shm import copy_kernels, record_kernels
+from impala_llm.pipeline.shm import copy_kernels, record_kernels, text_kernels
 from impala_llm.pipeline.shm.record import (
     MAGIC,
     MAX_STATS,
@@ -320,13 +320,13 @@ def test_utf8_is_what_python_takes_for_it() -> None:
     texts += [bytes([a, b, c]) for a in edges for b in edges for c in (0x41, 0x80, 0xBF, 0xC2)]
     texts += [bytes([a, b, 0x80, c]) for a in edges for b in edges for c in (0x41, 0x80, 0xBF, 0xC2)]
     for text in texts:
-        assert record_kernels.is_utf8(np.frombuffer(text, np.uint8)) == is_utf8(text), text
+        assert text_kernels.is_utf8(np.frombuffer(text, np.uint8)) == is_utf8(text), text
 
 
 @settings(deadline=None, max_examples=examples(80))
 @given(st.one_of(st.binary(max_size=12), st.text(max_size=6).map(lambda text: text.encode("utf-8", "surrogatepass"))))
 def test_random_bytes_are_utf8_where_python_takes_them_for_it(text: bytes) -> None:
-    assert record_kernels.is_utf8(np.frombuffer(text, np.uint8)) == is_utf8(text)
+    assert text_kernels.is_utf8(np.frombuffer(text, np.uint8)) == is_utf8(text)
 
 
 # --- arrays
