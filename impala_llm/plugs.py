@@ -190,7 +190,8 @@ def import_path(kind: PartKind, name: str) -> Any:
         close = [":".join(name.rsplit(".", 1))]
     hint = f"did you mean {close[0]}? " if close else ""
     choices = f"choose one of {', '.join(names)}, or " if names else "give "
-    raise ValueError(f"{kind.key}={name} is not known: {hint}{choices}your own as module:Class or module:function")
+    own = "module:Class" if kind.base else "module:Class or module:function"
+    raise ValueError(f"{kind.key}={name} is not known: {hint}{choices}your own as {own}")
 
 
 def installed_parts(kind: PartKind) -> dict[str, str]:

@@ -71,7 +71,7 @@ class RewardModel:
             await asyncio.sleep(0)  # other episodes that are ready add their requests to this batch
             batch, self._waiting = self._waiting[: self._batch_size], self._waiting[self._batch_size :]
             try:
-                scores = await asyncio.to_thread(self._scores, [each[:2] for each in batch])
+                scores = await asyncio.to_thread(self.scores, [each[:2] for each in batch])
             except Exception as error:
                 for *_, future in batch:
                     if not future.done():
@@ -86,7 +86,8 @@ class RewardModel:
         return self._special.sub(lambda found: " ".join((found[0][:1], found[0][1:])), text)
 
     @torch.inference_mode()
-    def _scores(self, pairs: list[tuple[str, str]]) -> list[float]:
+    def scores(self, pairs: list[tuple[str, str]]) -> list[float]:
+        """Score pairs of a prompt and an answer as one batch, each between 0 and 1."""
         pairs = [(self._plain(prompt), self._plain(answer)) for prompt, answer in pairs]
         options: dict[str, Any] = {"truncation": True, "max_length": self._max_length, "padding": True}
         if self._tokenizer.chat_template:

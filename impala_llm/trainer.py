@@ -57,7 +57,7 @@ class UpdateResult:
     """Findings of an update beside the new weights: the batch source and the metrics take them from here."""
 
     metrics: MetricLog
-    """Of this rank."""
+    """Measured on this rank."""
     abs_advantages: Mapping[int, float]
     """Largest mean |A| of a trajectory, by buffer item of this rank's batch."""
     effective_share: float | None

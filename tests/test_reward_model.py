@@ -100,9 +100,9 @@ def test_a_batch_has_the_answers_that_wait(tiny_model: Path, tmp_path: Path) -> 
     sizes = []
 
     class Observed(RewardModel):
-        def _scores(self, pairs: list[tuple[str, str]]) -> list[float]:
+        def scores(self, pairs: list[tuple[str, str]]) -> list[float]:
             sizes.append(len(pairs))
-            return super()._scores(pairs)
+            return super().scores(pairs)
 
     model = Observed(str(make_classifier(tiny_model, tmp_path, 1)), -1, 16, 64, "cpu")
 

@@ -208,11 +208,11 @@ class Crew:
     def __init__(self, contender: Contender) -> None:
         self.contender = contender
         load = contender.load
-        bells = SPAWN.Pipe(duplex=False)
-        self._members = [_Member(contender, -1, bells[1])]
-        self._members += [_Member(contender, index, bells[0]) for index in range(load.num_actors)]
-        for bell in bells:
-            bell.close()
+        wakeups = SPAWN.Pipe(duplex=False)
+        self._members = [_Member(contender, -1, wakeups[1])]
+        self._members += [_Member(contender, index, wakeups[0]) for index in range(load.num_actors)]
+        for wakeup in wakeups:
+            wakeup.close()
         self._consumer, *self._producers = self._members
 
     def wait_ready(self, timeout_s: float) -> None:
@@ -277,10 +277,10 @@ class Crew:
 class _Member:
     """A process of a crew, seen from the benchmark. index: of a producer, -1 for the consumer."""
 
-    def __init__(self, contender: Contender, index: int, bell: Connection) -> None:
+    def __init__(self, contender: Contender, index: int, wakeup: Connection) -> None:
         self._name = f"{contender.name} " + ("consumer" if index < 0 else f"producer {index}")
         self._pipe, theirs = SPAWN.Pipe()
-        self._process = SPAWN.Process(target=_main, args=(contender, index, theirs, bell), daemon=True)
+        self._process = SPAWN.Process(target=_main, args=(contender, index, theirs, wakeup), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -316,7 +316,7 @@ class _Member:
                 return
 
 
-def _main(contender: Contender, index: int, pipe: Connection, bell: Connection) -> None:
+def _main(contender: Contender, index: int, pipe: Connection, wakeup: Connection) -> None:
     for name in _THREAD_LIMITS:
         os.environ[name] = "1"
     try:
@@ -328,7 +328,7 @@ def _main(contender: Contender, index: int, pipe: Connection, bell: Connection) 
         pipe.send((True, None))
         while True:
             command, *arguments = pipe.recv()
-            pipe.send((True, _obey(contender, bell, command, *arguments)))
+            pipe.send((True, _obey(contender, wakeup, command, *arguments)))
     except EOFError:
         pass
     except Exception as error:
@@ -338,7 +338,7 @@ def _main(contender: Contender, index: int, pipe: Connection, bell: Connection) 
         contender.close()
 
 
-def _obey(contender: Contender, bell: Connection, command: str, *arguments: Any) -> Any:
+def _obey(contender: Contender, wakeup: Connection, command: str, *arguments: Any) -> Any:
     match command, *arguments:
         case ["prepare", count]:
             contender.prepare(count)
@@ -357,9 +357,9 @@ def _obey(contender: Contender, bell: Connection, command: str, *arguments: Any)
             _receive(contender, count)
             return contender.arrival_time()
         case ["trickle", count]:
-            return _trickle(contender, count, bell)
+            return _trickle(contender, count, wakeup)
         case ["catch", count]:
-            return _catch(contender, count, bell)
+            return _catch(contender, count, wakeup)
     return None
 
 
@@ -372,7 +372,7 @@ def _receive(contender: Contender, count: int) -> None:
             raise TimeoutError(f"{num_received} of {count} trajectories arrived within {DEADLINE_S:g} s")
 
 
-def _trickle(contender: Contender, count: int, bell: Connection) -> list[float]:
+def _trickle(contender: Contender, count: int, wakeup: Connection) -> list[float]:
     chunk, contender.chunk = contender.chunk, 1
     rng = random.Random(0)
     starts = []
@@ -381,21 +381,21 @@ def _trickle(contender: Contender, count: int, bell: Connection) -> list[float]:
         time.sleep(rng.uniform(0.0002, 0.001))
         starts.append(time.monotonic())
         contender.send(1)
-        if not bell.poll(DEADLINE_S):
+        if not wakeup.poll(DEADLINE_S):
             raise TimeoutError(f"a trajectory did not arrive within {DEADLINE_S:g} s")
-        bell.recv_bytes()
+        wakeup.recv_bytes()
         contender.settle()
     contender.chunk = chunk
     return starts
 
 
-def _catch(contender: Contender, count: int, bell: Connection) -> list[float]:
+def _catch(contender: Contender, count: int, wakeup: Connection) -> list[float]:
     chunk, contender.chunk = contender.chunk, 1
     arrivals = []
     for _ in range(count):
         _receive(contender, 1)
         arrivals.append(contender.arrival_time())
-        bell.send_bytes(b"!")
+        wakeup.send_bytes(b"!")
     contender.chunk = chunk
     return arrivals
 

@@ -107,6 +107,8 @@ def _rules_of_learning(config: Config) -> list[_Rule]:
          Idle("with algorithm.entropy_target=null", "algorithm.entropy_target=0.5")),
         (algorithm.reject == "none", ["algorithm.reject_low", "algorithm.reject_high"],
          Idle("with algorithm.reject=none", "algorithm.reject=token" if may_reject else "")),
+        (learner.num_processes == 1, ["learner.rank_timeout_s"],
+         Idle("with a learner of one process", "learner.num_ranks=2")),
         (learner.sharding != "fsdp2", ["learner.cpu_offload"],
          Idle(f"with learner.sharding={learner.sharding}", " and ".join(shares))),
         (learner.decay == "constant", ["learner.final_learning_rate_fraction"],

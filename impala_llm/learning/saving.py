@@ -97,7 +97,7 @@ class Saving:
         """Whether weights have changed since the last update that is over."""
         self._saved_at = time.monotonic()
         self._saved: UpdateEnd | None = None
-        """Of the last checkpoint."""
+        """The update of the last checkpoint."""
         if origin is not None:
             saved = origin.manifest
             self._saved = UpdateEnd(saved.update, saved.version, 60 * saved.minutes_used, saved.patience)

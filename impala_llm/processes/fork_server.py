@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,6 +82,15 @@ class ForkedProcess:
             self.returncode = -number
 
 
+def begin_server(environment: Mapping[str, str]) -> "tuple[subprocess.Popen[bytes], BinaryIO]":
+    """Start a fork server as a program, with these variables alone: its process, and the pipe of its events."""
+    script = str(Path(__file__).resolve())
+    return start_with_pipe(
+        lambda events: [sys.executable, script, str(events), " " * _COMMAND_LINE_ROOM],
+        {**environment, SUPERVISOR: str(os.getpid())},
+    )
+
+
 @dataclass
 class ForkServer:
     """The supervisor's side. The server is started at the first request, and again if it has died.
@@ -89,9 +98,11 @@ class ForkServer:
     Args:
         environment: variables of all its processes. Those that are read when a program or library is loaded, such as
             OMP_NUM_THREADS, must be in it.
+        begin: starts the server with these variables, and returns its process and the pipe of its events.
     """
 
     environment: Mapping[str, str]
+    begin: "Callable[[Mapping[str, str]], tuple[subprocess.Popen[bytes], BinaryIO]]" = begin_server
     _process: "subprocess.Popen[bytes] | None" = None
     _events: BinaryIO | None = None
     _asked: list[tuple[ForkedProcess, int]] = field(default_factory=list)
@@ -160,11 +171,7 @@ class ForkServer:
     def _begin(self) -> None:
         self.close()
         self._unread = b""
-        script = str(Path(__file__).resolve())
-        self._process, self._events = start_with_pipe(
-            lambda events: [sys.executable, script, str(events), " " * _COMMAND_LINE_ROOM],
-            {**self.environment, SUPERVISOR: str(os.getpid())},
-        )
+        self._process, self._events = self.begin(self.environment)
         os.set_blocking(self._events.fileno(), False)
 
     def _note(self, event: Mapping[str, int]) -> None:
@@ -261,18 +268,18 @@ def _become(request: _Request, server: int) -> None:
     os.setsid()
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    _show_environment(request.environment)
+    show_environment(request.environment)
     os.environ.update(request.environment)
     os.environ[SUPERVISOR] = str(server)
     os.environ[PROGRESS] = str(os.open(request.pipe, os.O_WRONLY | os.O_NONBLOCK))
     sys.argv, sys.orig_argv = request.command[1:], list(request.command)
-    _show_command_line(request.command)
+    show_command_line(request.command)
     np.random.seed()  # the generator of `random` does so by itself
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
 
 
-def _show_command_line(command: Sequence[str]) -> None:
+def show_command_line(command: Sequence[str]) -> None:
     """Let `ps` show a command line in place of the server's, cut where there is no more room."""
     start, end = _memory(_ARG_START, _ARG_END)
     shown = b"".join(word.encode(errors="surrogateescape") + b"\0" for word in command)[: max(0, end - start - 1)]
@@ -280,7 +287,7 @@ def _show_command_line(command: Sequence[str]) -> None:
     ctypes.memmove(start, shown, len(shown))
 
 
-def _show_environment(changed: Mapping[str, str]) -> None:
+def show_environment(changed: Mapping[str, str]) -> None:
     """Let /proc/PID/environ show new values in place of the server's, which are as long: a search for the descendants
     of a process, including those that it forks itself, reads them there."""
     start, end = _memory(_ENV_START, _ENV_END)

@@ -320,7 +320,7 @@ def test_shared_memory_outlives_all_ends_until_policy_and_checkpoint_are_on_the_
         told.setattr(Learner, "make_writer", Mock(side_effect=KeyboardInterrupt))
         Learner(config, ranks, stack, Start(take_over=True), stops)
     with monkeypatch.context() as full, ExitStack() as stack:
-        full.setattr(Checkpointer, "_write_part", no_room)
+        full.setattr(checkpoint, "write_file", no_room)
         learner = Learner(config, ranks, stack, Start(take_over=True), stops)
         learner.update = learner.version = 4
     assert learner.is_saved and find_run(config.run.name).run.run_id == learner.endpoint.run_dir.run_id

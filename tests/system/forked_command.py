@@ -237,20 +237,17 @@ class Standby:
 def stand_by() -> None:
     """Fork the fork server that this process, a command that trains, will ask for."""
     from impala_llm import launch
-    from impala_llm.processes.fork_server import ForkServer
+    from impala_llm.processes.fork_server import ForkServer, begin_server
 
     standby = Standby()
 
-    class StandbyServer(ForkServer):
-        def _begin(self) -> None:
-            if not standby.is_new:
-                super()._begin()
-                return
-            standby.begin(self.environment)
-            self._process, self._events = standby, standby.events  # type: ignore[assignment]
-            os.set_blocking(standby.events.fileno(), False)
+    def begin(environment: Mapping[str, str]) -> Any:
+        if not standby.is_new:
+            return begin_server(environment)
+        standby.begin(environment)
+        return standby, standby.events
 
-    launch.ForkServer = StandbyServer  # type: ignore[misc]
+    launch.ForkServer = functools.partial(ForkServer, begin=begin)  # type: ignore[misc,assignment]
 
 
 def serve_forks(events: int) -> NoReturn:
@@ -264,8 +261,8 @@ def serve_forks(events: int) -> NoReturn:
             sys.exit(0)
         line += byte
     environment = json.loads(line)
-    fork_server._show_environment(environment)
-    fork_server._show_command_line([sys.executable, fork_server.__file__])
+    fork_server.show_environment(environment)
+    fork_server.show_command_line([sys.executable, fork_server.__file__])
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:1] = [str(Path(fork_server.__file__).parent), *environment["PYTHONPATH"].split(os.pathsep)]

@@ -364,7 +364,7 @@ class Left:
     """Folder of the run on disk; None: it is not known, or the owner had actors alone."""
     life: int | None
     num_ranks: int | None
-    """What the learner has noted with `RunDirectory.note_learner`; None: nothing."""
+    """The number that the learner has noted with `RunDirectory.note_learner`; None: nothing."""
 
     @property
     def is_of_learner(self) -> bool:

@@ -43,7 +43,12 @@ def is_utf8(text: np.ndarray) -> bool:
 
 @_compiled
 def check_names(names: np.ndarray, num_stats: int) -> bool:
-    """Return whether uint8[n] holds `num_stats` different, non-empty names, with a zero byte between two."""
+    """Return whether uint8[n] holds `num_stats` different, non-empty names, with a zero byte between two.
+
+    Args:
+        names: uint8[n].
+        num_stats: >= 0.
+    """
     if num_stats == 0:
         return names.size == 0
     starts = np.empty(num_stats + 1, np.int64)

@@ -153,11 +153,11 @@ def test_a_supervisor_removes_what_a_dead_owner_left(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_attached_directories_are_not_removed_by_guests(tmp_path: Path) -> None:
+def test_attached_directories_are_not_removed_by_who_attached_them(tmp_path: Path) -> None:
     with RunDirectory.create("run", tmp_path):
-        guest = RunDirectory.attach("run", tmp_path)
+        attached = RunDirectory.attach("run", tmp_path)
         with pytest.raises(RunDirectoryError, match="owner removes it"):
-            guest.remove()
+            attached.remove()
 
 
 def test_attach_says_what_to_do_when_there_is_nothing(tmp_path: Path) -> None:
