@@ -7,7 +7,6 @@ Every result names what it was measured on: catalogue, goals, split, number of t
 import asyncio
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,50 +27,20 @@ from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import Compared, Script, Split, Suite
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.envs.webshop.suite import tasks_name
+from impala_llm.evaluation.results import Result, difference, paired, result_of, results_json
 from impala_llm.gateway.agents import AgentFailed, AgentPlayer
 from impala_llm.gateway.tasks import suite_of
 from impala_llm.learning.checkpoints.files import write_file
 from impala_llm.learning.policy.policy_files import resolve_policy
-from impala_llm.observability.intervals import change_interval, score_interval, wilson_interval
 from impala_llm.observability.terminal import counting, working
 from impala_llm.observability.writers import MetricWriter, last_metrics
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, Turn, play_episode
 from impala_llm.settings import Config, EvaluationConfig, model_directory
 from impala_llm.trajectory import Trajectory
 
-NEGLIGIBLE = 0.01
-"""Difference of scores, which lie in [0, 1], below which policies count as equally good, however sure it is."""
-FEWEST_TASKS = 6
-"""Least number of tasks for a verdict: with equally good policies all of five tasks rise, or all fall, in 6 % of
-cases."""
-
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 """Runs the coroutine that plays episodes, such as `asyncio.run`. If there are several coroutines, all are run in one
 event loop: an environment or a verifier may keep a client that belongs to the first loop."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """Outcome of a policy on a set of tasks."""
-
-    label: str
-    """Name of the policy: before | after | its model.path | name of a baseline."""
-    tasks: str
-    """Name of the tasks: environment, catalogue, goals, split."""
-    num_tasks: int
-    score: float
-    score_interval: tuple[float, float]
-    """See `score_interval`."""
-    success: float
-    success_interval: tuple[float, float]
-    """Wilson's interval of a proportion."""
-    turns: float
-    tokens: float | None
-    """Mean tokens of an episode, observations included; None for a script, which reads none."""
-    scores: tuple[float, ...]
-    """Score of each task, in order."""
-    task_ids: tuple[int, ...]
-    """Id of each task, in the same order."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +76,12 @@ def evaluate(
     with counting(f"{short_label(label)}: {tasks_label}", len(tasks)) as played:
         chat = ChatFormat.of(policy, suite.system_prompt)
         episodes: list[Trajectory] = run(_play_all(config, policy, suite, tasks, chat, transcripts, played))
-    result = _result(
+    result = result_of(
         label,
         tasks_label,
         tasks,
         [episode.score for episode in episodes],
-        sum(episode.success for episode in episodes),
+        [episode.success for episode in episodes],
         float(np.mean([len(e.turns) for e in episodes])),
         float(np.mean([e.num_tokens for e in episodes])),
     )
@@ -220,7 +189,7 @@ def evaluate_baselines(config: Config, suite: Suite, tasks_label: str, run: Run)
     results = []
     for name, make_script in contract.call(f"env {suite.name}: baselines", lambda: suite.baselines().items()):
         scores, successes, turns = zip(*run(play_all(make_script)), strict=True)
-        results.append(_result(name, tasks_label, tasks, scores, sum(successes), float(np.mean(turns)), None))
+        results.append(result_of(name, tasks_label, tasks, scores, successes, float(np.mean(turns)), None))
     return results
 
 
@@ -238,30 +207,6 @@ async def _play(script: Script, suite: Suite, task: int, timeout_s: float) -> tu
         contract.close(session)
         await contract.closed()
     return float(info["score"]), bool(info["success"]), turns
-
-
-def _result(
-    label: str,
-    tasks_label: str,
-    tasks: Sequence[int],
-    scores: Sequence[float],
-    successes: int,
-    turns: float,
-    tokens: float | None,
-) -> Result:
-    return Result(
-        label=label,
-        tasks=tasks_label,
-        num_tasks=len(scores),
-        score=float(np.mean(scores)),
-        score_interval=score_interval(scores),
-        success=successes / len(scores),
-        success_interval=wilson_interval(successes, len(scores)),
-        turns=turns,
-        tokens=tokens,
-        scores=tuple(scores),
-        task_ids=tuple(tasks),
-    )
 
 
 def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[Result], list[Example]]:
@@ -347,50 +292,12 @@ def show(results: Sequence[Result], examples: Sequence[Example], console: Consol
         console.print(table)
 
 
-def score_change(before: Result, after: Result) -> tuple[float, tuple[float, float]]:
-    """Mean difference of two policies on the same tasks, each compared with itself, and its 95 % interval."""
-    return float(np.mean(np.subtract(after.scores, before.scores))), change_interval(before.scores, after.scores)
-
-
-def difference(before: Result, after: Result) -> str:
-    """A sentence on how the second policy differs from the first on the same tasks, each compared with itself.
-
-    A difference whose interval lies within `NEGLIGIBLE` of zero is no progress, even where it is significant.
-    """
-    change, (low, high) = score_change(before, after)
-    if after.num_tasks < FEWEST_TASKS:
-        verdict = f"fewer than {FEWEST_TASKS} tasks cannot tell policies apart: raise evaluation.num_tasks"
-    elif -NEGLIGIBLE < low <= high < NEGLIGIBLE:
-        verdict = f"practically the same, by less than {NEGLIGIBLE}"
-    else:
-        verdict = "within noise" if low <= 0.0 <= high else "better" if low > 0.0 else "worse"
-    return (
-        f"{after.tasks}: {after.label} - {before.label}: score {before.score:.3f} to {after.score:.3f}, "
-        f"{change:+.3f} [{low:+.3f}, {high:+.3f}] over {after.num_tasks} tasks: {verdict}"
-    )
-
-
-def paired(results: Sequence[Result], before: str, after: str) -> list[tuple[Result, Result]]:
-    """The results of two policies, by label, for each set of tasks that both have played."""
-    first, second = ({r.tasks: r for r in results if r.label == label} for label in (before, after))
-    return [(first[tasks], second[tasks]) for tasks in first]
-
-
 def show_differences(pairs: Sequence[tuple[Result, Result]], console: Console) -> list[str]:
     """Print how the second policy of each pair differs from the first. Returns the sentences."""
     texts = [difference(before, after) for before, after in pairs]
     for text in texts:
         console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
     return texts
-
-
-def results_json(results: Sequence[Result], pairs: Sequence[tuple[Result, Result]] = ()) -> str:
-    """The results, and how the second one of each pair differs from the first, as docs/evaluation.md has them."""
-    rows = [{**dataclasses.asdict(r), "scores": [round(s, 4) for s in r.scores], "difference": None} for r in results]
-    for before, after in pairs:
-        change, interval = score_change(before, after)
-        rows[results.index(after)]["difference"] = {"to": before.label, "score": change, "score_interval": interval}
-    return json.dumps(rows)
 
 
 def compare(config: Config) -> list[Result]:

@@ -266,7 +266,7 @@ def test_a_comparison_without_room_for_its_file_is_shown_and_logged_all_the_same
 
 def test_a_table_names_policies_numbers_and_intervals() -> None:
     result = Result(
-        "after", "toy, split test", 40, 0.5, (0.4, 0.6), 0.25, (0.14, 0.4), 3.0, 17.4, (0.5,) * 40, (7,) * 40
+        "after", "toy, split test", 40, 0.5, (0.4, 0.6), 0.25, (0.14, 0.4), 3.0, 17.4, (0.5,) * 40, (0,) * 40, (7,) * 40
     )
     console = Console(file=io.StringIO(), width=200)
     show([result], [], console)
@@ -301,11 +301,17 @@ def test_how_many_of_the_tasks_are_played_is_said_with_its_key(
 def test_the_difference_is_paired_task_by_task() -> None:
     def result(label: str, scores: list[float]) -> Result:
         mean, tasks = float(np.mean(scores)), tuple(range(len(scores)))
-        return Result(label, "toy", len(scores), mean, (0.0, 0.0), 0.0, (0.0, 0.0), 1.0, 1.0, tuple(scores), tasks)
+        successes = tuple(int(score == 1.0) for score in scores)
+        share = sum(successes) / len(scores)
+        fields = (label, "toy", len(scores), mean, (0.0, 0.0), share, (0.0, 0.0), 1.0, 1.0, tuple(scores), successes)
+        return Result(*fields, tasks)
 
     # Differences 0, 1, 1, 0: see test_mean_interval_by_hand. Each alone the two score alike: 0, 1, 0, 1 and 0, 2, 1, 1.
     said = difference(result("before", [0.0, 1.0, 0.0, 1.0]), result("after", [0.0, 2.0, 1.0, 1.0]))
-    assert "after - before: score 0.500 to 1.000, +0.500 [-0.419, +1.419] over 4 tasks: " in said
+    assert "score 0.500 to 1.000, +0.500 [-0.419, +1.419] over 4 tasks: " in said
+    # One succeeds in 2 and 4, the other in 3 and 4. Of six tasks, with one that rose and one that fell more (Bonett
+    # and Price), two rose and two fell: 1.96·√((2/6 + 2/6 - 0²) / 6).
+    assert "after - before: success 0.500 to 0.500, +0.000 [-0.653, +0.653]; " in said
     assert difference(result("before", [0.0, 0.5] * 3), result("after", [0.1, 0.6] * 3)).endswith(": better")
     assert difference(result("before", [0.1, 0.6] * 3), result("after", [0.0, 0.5] * 3)).endswith(": worse")
     # Without any difference five tasks all rise, or all fall, by chance in 2 of 2⁵ cases: more than 5 %.
@@ -328,7 +334,18 @@ def test_the_difference_is_paired_task_by_task() -> None:
 def test_a_table_of_80_columns_names_a_run_in_one_line() -> None:
     label = "runs/of/a/long/name/outputs/a_run_of_mine/policy"
     result = Result(
-        label, "toy, split test", 500, 0.5, (0.4, 0.6), 0.25, (0.14, 0.4), 3.0, 1234.4, (0.5,) * 500, (7,) * 500
+        label,
+        "toy, split test",
+        500,
+        0.5,
+        (0.4, 0.6),
+        0.25,
+        (0.14, 0.4),
+        3.0,
+        1234.4,
+        (0.5,) * 500,
+        (0,) * 500,
+        (7,) * 500,
     )
     console = Console(file=io.StringIO(), width=80)
     show([result], [], console)
@@ -534,7 +551,7 @@ def test_a_start_is_played_too_and_the_difference_is_said(
     assert evaluation.main(config, as_json=True) == 0
     printed = capsys.readouterr()
     said = " ".join(printed.err.split())
-    assert "after - before: score 0.250 to 1.000, +0.750 [+0." in said and "over 40 tasks: better" in said
+    assert "score 0.250 to 1.000, +0.750 [+0." in said and "over 40 tasks: better" in said
     rows = json.loads(printed.out)
     assert [row["label"] for row in rows] == ["one letter", "reader", "before", "after"]
     for row in rows:
@@ -542,6 +559,9 @@ def test_a_start_is_played_too_and_the_difference_is_said(
     assert [row["difference"] for row in rows[:3]] == [None] * 3
     change = rows[-1]["difference"]
     assert (change["to"], change["score"]) == ("before", 0.75)
+    assert change["success"] == rows[3]["success"] - rows[2]["success"]
+    assert change["success_interval"] == pytest.approx(change_interval(rows[2]["successes"], rows[3]["successes"]))
+    assert [sum(row["successes"]) for row in rows] == [round(40 * row["success"]) for row in rows]
     assert change["score_interval"] == pytest.approx(change_interval(rows[2]["scores"], rows[3]["scores"]))
     config.evaluation.start = "no_such_policy"
     with pytest.raises(ConfigError, match="evaluation.start=no_such_policy"):

@@ -178,7 +178,8 @@ def test_the_comparison_at_the_end_of_a_run_reaches_every_writer(own: Path) -> N
     with MetricWriter(folder, []) as writer:
         writer.write(3, {"learner/version": 3.0})
     before, after = (
-        Result(name, "toy", 2, score, (0, 1), 0.0, (0, 1), 1.0, 5.0, (score,) * 2, (0, 1)) for name, score in RESULTS
+        Result(name, "toy", 2, score, (0, 1), 0.0, (0, 1), 1.0, 5.0, (score,) * 2, (0, 0), (0, 1))
+        for name, score in RESULTS
     )
     write_comparison(load(words), before, after, "better")
     assert (folder / "names.txt").read_text() == "3 0.25 0.5\n"
