@@ -14,7 +14,7 @@ from impala_llm.envs.webshop.shelves import SHELVES, SYNONYMS
 from impala_llm.envs.webshop.suite import WebShopSuite, suite_from_config
 from impala_llm.settings import WebShopConfig
 
-SEEDS = (0, 7, 12)
+SEEDS = (0, 7, 11, 12, 13)
 
 
 @pytest.fixture(scope="module")
