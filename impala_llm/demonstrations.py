@@ -175,8 +175,15 @@ def _read_part(path: Path) -> list[Demonstration]:
     arrays_path = path.with_suffix(".safetensors")
     try:
         with safe_open(arrays_path, "np") as file:
+            if lacking := sorted(ARRAY_FIELDS.keys() - file.keys()):
+                raise DemonstrationError(
+                    f"{arrays_path} lacks {', '.join(lacking)}: another release has written it; record the "
+                    "demonstrations again"
+                )
             arrays = {name: file.get_tensor(name) for name in ARRAY_FIELDS}
             metadata = file.metadata() or {}
+    except DemonstrationError:
+        raise
     except (*_DAMAGES, SafetensorError) as error:
         raise DemonstrationError(
             f"{arrays_path} is missing or damaged ({_reason(error)}): copy it again, or remove {path.name} beside it"

@@ -94,7 +94,8 @@ class WebShopConfig:
     is there, such as "sugar free yes vegan no search[tea]": policies that learn from it learn to judge."""
     script_speaks_of_prices: bool = False
     """Hard catalogue: before the scripted shopper opens a result, it says of each new one up to there whether the price
-    is low enough, such as "104 no 20 yes click[2]"; where it overlooks the price limit it says nothing."""
+    is low enough, such as "104 no 20 yes click[2]"; where it overlooks the price limit it says nothing. Of five results
+    that takes up to 28 tokens, of ten 34 and more: engine.max_new_tokens must hold them."""
     sparse_reward: bool = False
     """Reward 10 for a score of 1.0 and 0 otherwise, instead of the score."""
     success_bonus: float = bounded(0.0, least=0, most=1000.0)
@@ -440,8 +441,8 @@ class LearnerConfig:
     n-th. Lowers memory, and costs up to a third more time; see docs/learner.md."""
     compile_layers: bool = False
     """torch.compile of the model's layers, whose element-wise operations it fuses: faster, after half a minute of
-    compilation at the start. On a CPU it needs a C++ compiler, and a path of torch without a space. Results have other
-    last digits; see docs/learner.md."""
+    compilation at the start. On a CPU it needs a C++ compiler, and no space in the paths of torch and of what it keeps.
+    Results have other last digits; see docs/learner.md."""
     learning_rate: float = bounded(3e-4, least=0, most=1)
     """Learning rate of the policy: the largest, after the warm-up."""
     value_learning_rate: float = bounded(1e-3, least=0, most=1)

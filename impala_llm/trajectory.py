@@ -31,6 +31,9 @@ FIELD_STARTS: dict[str, tuple[int, int]] = {}
 """Start of each array in a block: so many bytes for each token, and so many for each turn."""
 TOKEN_BYTES = TURN_BYTES = 0
 for _name, _dtype in ARRAY_FIELDS.items():
+    assert _dtype.base.str in ("<i4", "<f4", "|b1", "|u1", "|i1"), (
+        f"{_name} has {_dtype.base}: 4 bytes or 1 are possible"
+    )
     FIELD_STARTS[_name] = TOKEN_BYTES, TURN_BYTES
     if _name in TOKEN_FIELDS:
         TOKEN_BYTES += _dtype.itemsize

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch
 from transformers import AutoTokenizer
 
@@ -292,6 +292,16 @@ def test_damaged_arrays_are_told_before_anything_is_played(
     with pytest.raises(DemonstrationError, match="missing or damaged"):
         record(load(words(tmp_path, tiny_model, "demonstrations.num_episodes=9")))
     assert not played
+
+
+def test_demonstrations_without_an_array_are_told_to_be_of_another_release(tmp_path: Path, tiny_model: Path) -> None:
+    folder = record(load(words(tmp_path, tiny_model)))
+    path = folder / "part-00000.safetensors"
+    arrays = load_file(path)
+    del arrays["rewards"]
+    save_file(arrays, path)
+    with pytest.raises(DemonstrationError, match="lacks rewards: another release has written it; record"):
+        list(read(folder))
 
 
 def test_another_seed_does_not_make_a_folder_grow(tmp_path: Path, tiny_model: Path) -> None:
@@ -581,7 +591,7 @@ def test_other_damage_is_named(noisy: Path, tmp_path: Path, tiny_model: Path) ->
         save_torch(whole | {"rewards": whole["rewards"].to(dtype)}, noisy / "part-00000.safetensors")
         assert "part-00000" in refused(noisy)
     save_torch({"tokens": whole["tokens"]}, noisy / "part-00000.safetensors")
-    assert "part-00000.safetensors is missing or damaged" in refused(noisy)
+    assert "part-00000.safetensors lacks action_mask, behaviour_log_probs, rewards" in refused(noisy)
     (noisy / "part-00001.jsonl").mkdir()
     save_torch(whole, noisy / "part-00000.safetensors")
     assert "part-00001.jsonl cannot be read" in refused(noisy)

@@ -32,6 +32,7 @@ _OF_STARTED_SERVERS = [f"engine.{key}" for key in ("python", "tensor_parallel", 
 _OF_EVALUATIONS = [f"evaluation.{key}" for key in ("run_tasks", "run_temperature", "run_share", "run_timeout_s",
                                                    "patience")]  # fmt: skip
 _OF_A_TABLE = [f"evaluation.{key}" for key in ("split", "num_tasks", "baselines", "num_examples", "unseen_seed")]
+_OF_THE_SPEAKER = ["env.webshop.script_speaks", "env.webshop.script_speaks_of_prices"]
 _OF_THE_SHOP = ["env.webshop", "evaluation.unseen_seed"]
 _OF_REWARDS = [f"algorithm.{key}" for key in ("normalize_reward", "overlong_tokens", "overlong_penalty",
                                               "reward_kl_coef", "credit.discount")]  # fmt: skip
@@ -62,8 +63,10 @@ def _rules_of_parts(config: Config) -> list[_Rule]:
          Idle("with an agent, which has its own tasks", f"{agent}=null")),
         (config.env.name == "webshop", ["env.args"], Idle("with env.name=webshop, which has none")),
         (config.plays_shop and config.env.webshop.catalogue == "easy",
-         ["env.webshop.script_speaks", "env.webshop.script_speaks_of_prices"],
-         Idle("with env.webshop.catalogue=easy", "env.webshop.catalogue=hard")),
+         _OF_THE_SPEAKER, Idle("with env.webshop.catalogue=easy", "env.webshop.catalogue=hard")),
+        (config.plays_shop and config.env.webshop.items is not None, _OF_THE_SPEAKER,
+         Idle("with env.webshop.items, whose shopper says nothing",
+              "env.webshop.items=null and env.webshop.attributes=null")),
         (config.model.path != "scratch", ["model.scratch"],
          Idle(f"with model.path={config.model.path}", "model=scratch")),
         (config.model.device == "cpu", ["model.cuda_products"], Idle("with model.device=cpu", "model.device=auto")),

@@ -37,6 +37,8 @@ from impala_llm.observability.metrics import MetricError, declarations
 from impala_llm.pipeline.network.keys import KeyFileError, load_actor_keys, load_learner_keys
 from impala_llm.pipeline.network.listener import check_known, try_to_listen
 from impala_llm.pipeline.shm.run_directory import ARENA, RunDirectoryError, left_bytes, shared_memory
+from impala_llm.processes.compiled_code import VARIABLE as COMPILED_CODE
+from impala_llm.processes.compiled_code import compiled_folder
 from impala_llm.settings import Config, model_directory, other_models, written
 from impala_llm.writable_folders import try_to_write
 
@@ -485,8 +487,7 @@ def cpp_compiler() -> str:
 
 
 def torch_folder() -> str:
-    """Where torch is installed. torch.compile names it to the linker without quotes, so on a CPU it fails where a space
-    is in its path."""
+    """Where torch is installed."""
     torch = find_spec("torch")
     return str(Path(torch.origin).parent) if torch and torch.origin else ""
 
@@ -501,12 +502,15 @@ def _compiler(config: Config) -> list[str]:
             f"learner.compile_layers=true needs a C++ compiler on a CPU, and there is no program {compiler!r}: install "
             "g++, or set learner.compile_layers=false"
         ]
-    if " " in torch_folder():
-        return [
-            f"learner.compile_layers=true: on a CPU torch cannot link what it compiles where its own path has a space "
-            f"({torch_folder()}): install into a folder without one, or set learner.compile_layers=false"
-        ]
-    return []
+    # torch 2.13 names both to the compiler without quotes.
+    kept = compiled_folder(Path(config.run.dir) / "compiled")
+    fixes = {torch_folder(): "install into a folder without one", kept: f"name one without in {COMPILED_CODE}"}
+    return [
+        f"learner.compile_layers=true: on a CPU torch cannot compile with a space in the path {folder}: {fix}, or set "
+        "learner.compile_layers=false"
+        for folder, fix in fixes.items()
+        if " " in folder
+    ][:1]
 
 
 def _sglang(config: Config) -> list[str]:
@@ -650,7 +654,8 @@ def _disk(config: Config) -> list[str]:
     weights = float32_bytes(config.model.path)
     needed = DISK_SPARE + (num_policies + num_parts * num_checkpoints) * weights
     # Their successors are written before they are removed.
-    needed = max(needed - _bytes_replaced(folder), DISK_SPARE + num_parts * weights)
+    largest = num_parts if kept else 1
+    needed = max(needed - _bytes_replaced(folder), DISK_SPARE + largest * weights)
     there = next(part for part in (folder, *folder.absolute().parents) if os.path.isdir(part))
     if (free := shutil.disk_usage(there).free) >= needed:
         return []

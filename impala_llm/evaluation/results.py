@@ -88,9 +88,9 @@ def difference(before: Result, after: Result) -> str:
     else:
         verdict = "within noise" if low <= 0.0 <= high else "better" if low > 0.0 else "worse"
     return (
-        f"{after.tasks}: {after.label} - {before.label}: success {before.success:.3f} to {after.success:.3f}, "
-        f"{share:+.3f} [{least:+.3f}, {most:+.3f}]; score {before.score:.3f} to {after.score:.3f}, "
-        f"{mean:+.3f} [{low:+.3f}, {high:+.3f}] over {after.num_tasks} tasks: {verdict}"
+        f"{after.tasks}: {after.label} - {before.label} over {after.num_tasks} tasks: "
+        f"success {before.success:.3f} to {after.success:.3f}, {share:+.3f} [{least:+.3f}, {most:+.3f}]; "
+        f"score {before.score:.3f} to {after.score:.3f}, {mean:+.3f} [{low:+.3f}, {high:+.3f}], {verdict}"
     )
 
 

@@ -4,7 +4,7 @@ import os
 import struct
 import sys
 import tempfile
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,10 +23,15 @@ def keep_compiled_code(otherwise: Path, environment: MutableMapping[str, str] = 
         otherwise: folder for this run alone, where the lasting one, in the user's home, is open to others.
         environment: changed in place; that of this process, unless told.
     """
-    of_torch = f"{tempfile.gettempdir()}/torchinductor_"
-    if environment.get(VARIABLE, of_torch).startswith(of_torch):
-        environment[VARIABLE] = str(_lasting() or otherwise.absolute())
+    environment[VARIABLE] = compiled_folder(otherwise, environment)
     _remove_unfinished(Path(environment[VARIABLE]))
+
+
+def compiled_folder(otherwise: Path, environment: Mapping[str, str] = os.environ) -> str:
+    """The folder that `keep_compiled_code` sets, of the same arguments."""
+    of_torch = f"{tempfile.gettempdir()}/torchinductor_"
+    named = environment.get(VARIABLE, of_torch)
+    return str(_lasting() or otherwise.absolute()) if named.startswith(of_torch) else named
 
 
 def _remove_unfinished(folder: Path) -> None:

@@ -87,7 +87,7 @@ def begin_server(environment: Mapping[str, str]) -> "tuple[subprocess.Popen[byte
     script = str(Path(__file__).resolve())
     return start_with_pipe(
         lambda events: [sys.executable, script, str(events), " " * _COMMAND_LINE_ROOM],
-        {**environment, SUPERVISOR: str(os.getpid())},
+        environment,
     )
 
 
@@ -171,7 +171,7 @@ class ForkServer:
     def _begin(self) -> None:
         self.close()
         self._unread = b""
-        self._process, self._events = self.begin(self.environment)
+        self._process, self._events = self.begin({**self.environment, SUPERVISOR: str(os.getpid())})
         os.set_blocking(self._events.fileno(), False)
 
     def _note(self, event: Mapping[str, int]) -> None:

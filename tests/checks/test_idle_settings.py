@@ -15,6 +15,8 @@ from impala_llm.sft import WarmStart
 from tests.test_sft import signal_handlers_kept, words
 
 BY_TOKEN = ("algorithm.credit.granularity=token",)
+DATA = Path(__file__).parents[1] / "fixtures" / "webshop" / "data"
+FILES = (f"env.webshop.items={DATA}/items_shuffle.json", f"env.webshop.attributes={DATA}/items_ins_v2.json")
 RUNNING = ("engine=sglang", "engine.urls=['http://a:1']")
 
 
@@ -88,6 +90,7 @@ def test_it_is_taken_with_the_setting_that_gives_it_one() -> None:
         ([*RUNNING, "engine.tensor_parallel=2"], "engine.tensor_parallel"),
         ([*RUNNING, "engine.prefix_cache=true"], "engine.prefix_cache"),
         (["env.webshop.script_speaks=true", "env.webshop.catalogue=easy"], "env.webshop.script_speaks"),
+        ([*FILES, "env.webshop.catalogue=hard", "env.webshop.script_speaks=true"], "env.webshop.script_speaks"),
         (["replay.target_ess=0.5"], "replay.target_ess"),
         (["replay.target_ess=0.5", "replay.max_replays=2"], "replay.target_ess"),
         (["evaluation.patience=3"], "evaluation.patience"),
@@ -279,6 +282,7 @@ def test_a_dry_run_shows_the_settings_that_have_an_effect() -> None:
         (["model.device=cpu"], ["model.cuda_products"], ["model.device=auto"]),
         (RUNNING, ["engine.server_args", "engine.python", "engine.tensor_parallel"], ["engine=sglang"]),
         (["env.webshop.catalogue=easy"], ["env.webshop.script_speaks"], ["env.webshop.catalogue=hard"]),
+        (FILES, ["env.webshop.script_speaks", "env.webshop.script_speaks_of_prices"], ["env.webshop.catalogue=hard"]),
         ([], ["env.args"], ["env=corridor"]),
         ([], ["pipeline.keys"], []),
         ([], ["engine.options"], []),

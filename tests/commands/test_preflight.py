@@ -208,7 +208,11 @@ def test_compiled_layers_are_refused_where_torch_cannot_link_them(
     monkeypatch.setenv("CXX", sys.executable)  # a program that is there
     monkeypatch.setattr(preflight, "torch_folder", lambda: "/home/ada/my projects/torch")
     said = refused("learner.compile_layers=true", "model.device=cpu")
-    assert "(/home/ada/my projects/torch)" in said and "learner.compile_layers=false" in said
+    assert "/home/ada/my projects/torch: install" in said and "learner.compile_layers=false" in said
+    monkeypatch.setattr(preflight, "torch_folder", lambda: "/opt/torch")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/home/ada/my projects/compiled")
+    said = refused("learner.compile_layers=true", "model.device=cpu")
+    assert "/home/ada/my projects/compiled: name one without in TORCHINDUCTOR_CACHE_DIR" in said
 
 
 def test_sglang_that_is_not_there_is_refused(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,8 +308,10 @@ def test_checkpoints_take_disk_space_for_all_of_their_parts(
         (said,) = [said for check in preflight.training_checks()["disk"] for said in check(load(settings))]
         return int(said.split("logs take ")[1].split(" MiB")[0].replace(",", ""))
 
-    weights_mb = preflight.float32_bytes("tiny_shopper") / 2**20
+    config, weights_mb = load(["experiment=quickstart"]), preflight.float32_bytes("tiny_shopper") / 2**20
     assert needed_mb(101) - needed_mb(1) == pytest.approx(100 * num_parts * weights_mb, abs=2)
+    policies_mb = 3 if config.evaluation.inside_run else 1
+    assert needed_mb(0) == pytest.approx(preflight.DISK_SPARE / 2**20 + policies_mb * weights_mb, abs=2)
 
 
 def test_checkpoints_and_policies_of_the_run_count_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

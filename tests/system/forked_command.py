@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from impala_llm.processes.child_processes import FAMILY
-from impala_llm.processes.supervised import ALLOCATOR, SUPERVISOR, die_with_parent
+from impala_llm.processes.supervised import ALLOCATOR, die_with_parent
 
 ROOT = Path(__file__).parents[2]
 MARK = "IMPALA_LLM_TEST_RUN"
@@ -216,7 +216,7 @@ class Standby:
 
     def begin(self, environment: Mapping[str, str]) -> None:
         self.is_new = False
-        self.stdin.write(json.dumps({**environment, SUPERVISOR: str(os.getpid())}).encode() + b"\n")
+        self.stdin.write(json.dumps(dict(environment)).encode() + b"\n")
         self.stdin.flush()
 
     def poll(self) -> int | None:

@@ -42,7 +42,7 @@ def test_a_quickstart_always_moves_fits_its_terminal_and_ends_with_where_everyth
             r"update    2 \(100%\)  \d:\d\d gone  actors 1",
             "loading what evaluates the policy",
             r"after: webshop, unseen catalogue 7, split test.* 8/8",
-            r"after - before: score[\s\S]+?over\s+8\s+tasks",  # folded between two words
+            r"after\s+-\s+before\s+over\s+8\s+tasks:[\s\S]+?score",  # folded between two words
         ):
             assert re.search(moment, seen), moment
         assert watched.long_rows == []

@@ -40,7 +40,15 @@ from impala_llm.pipeline.shm.record_layout import (
     TEXTS,
     TICKET_ID,
 )
-from impala_llm.trajectory import ARRAY_FIELDS, METADATA_FIELDS, Trajectory, TrajectoryError, block_views, block_words
+from impala_llm.trajectory import (
+    ARRAY_FIELDS,
+    METADATA_FIELDS,
+    TURN_FIELDS,
+    Trajectory,
+    TrajectoryError,
+    block_views,
+    block_words,
+)
 
 MAX_TOKENS = 1 << 24
 MAX_TEXT_BYTES = (1 << 16) - 1
@@ -48,9 +56,15 @@ MAX_TEXT_BYTES = (1 << 16) - 1
 MAX_STATS = 256
 _FORMAT = 3
 """Raised where the layout, or a rule of `Trajectory`, changes in another way than by a field."""
-_FIELDS = [
+_FIELDS: list[tuple[object, ...]] = [
     *((name, dtype.base.str) for name, dtype in ARRAY_FIELDS.items()),
     *((n, k.__name__) for n, k in METADATA_FIELDS.items()),
+    # Of arrays beside `turns`, those with an item for each turn, or with several numbers in an item.
+    *(
+        (n, d.shape, n in TURN_FIELDS)
+        for n, d in ARRAY_FIELDS.items()
+        if n != "turns" and (d.shape or n in TURN_FIELDS)
+    ),
 ]
 MAGIC = _FORMAT << 48 | 0x6C6C_6D69 << 16 | zlib.crc32(repr(_FIELDS).encode()) & 0xFFFF  # in the middle "imll"
 """First word of a record: of releases whose trajectories have other fields it differs."""

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 import impala_llm
+from impala_llm.pipeline.shm.record import MAGIC
 
 PACKAGE = Path(impala_llm.__file__).parent
+_LAST_TOKEN_FIELD, _TURN_FIELDS = '    "action_mask": np.dtype(np.bool_),\n', '= {"turns": np.dtype((np.int32, 2))}'
 
 CHECKS = """
     import itertools
@@ -123,6 +125,36 @@ def copy(tmp_path: Path) -> Path:
         source = source.replace(old, new)
     path.write_text(source)
     return tmp_path
+
+
+def magic(folder: Path, token_fields: str, turn_fields: str) -> int:
+    """First word of the records of a package with these entries more in its tables."""
+    shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    path = folder / PACKAGE.name / "trajectory.py"
+    source = path.read_text()
+    for old, new in (
+        (_LAST_TOKEN_FIELD, _LAST_TOKEN_FIELD + token_fields),
+        (_TURN_FIELDS, f"{_TURN_FIELDS[:-1]}, {turn_fields}}}"),
+    ):
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    path.write_text(source)
+    program = "from impala_llm.pipeline.shm.record import MAGIC; print(MAGIC)"
+    run = [sys.executable, "-c", program]
+    return int(
+        subprocess.run(run, env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, cwd=folder).stdout
+    )
+
+
+def test_records_of_a_package_with_another_array_begin_with_another_word(tmp_path: Path) -> None:
+    found = {
+        magic(tmp_path / "token", '    "extra": np.dtype(np.bool_),\n', ""),
+        magic(tmp_path / "turn", "", '"extra": np.dtype(np.bool_)'),
+        magic(tmp_path / "pair", "", '"extra": np.dtype((np.bool_, 2))'),
+        magic(tmp_path / "number", "", '"extra": np.dtype(np.float32)'),
+        MAGIC,
+    }
+    assert len(found) == 5
 
 
 @pytest.mark.system
