@@ -94,8 +94,9 @@ class WebShopConfig:
     is there, such as "sugar free yes vegan no search[tea]": policies that learn from it learn to judge."""
     script_speaks_of_prices: bool = False
     """Hard catalogue: before the scripted shopper opens a result, it says of each new one up to there whether the price
-    is low enough, such as "104 no 20 yes click[2]"; where it overlooks the price limit it says nothing. Of five results
-    that takes up to 28 tokens, of ten 34 and more: engine.max_new_tokens must hold them."""
+    is low enough, such as "104 no 20 yes click[2]"; where it overlooks the price limit it says nothing. In
+    tiny_shopper's tokens that takes up to 28 for five results, 34 and more for ten: engine.max_new_tokens must hold
+    them."""
     sparse_reward: bool = False
     """Reward 10 for a score of 1.0 and 0 otherwise, instead of the score."""
     success_bonus: float = bounded(0.0, least=0, most=1000.0)

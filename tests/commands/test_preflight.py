@@ -206,13 +206,13 @@ def test_compiled_layers_are_refused_where_torch_cannot_link_them(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", sys.executable)  # a program that is there
-    monkeypatch.setattr(preflight, "torch_folder", lambda: "/home/ada/my projects/torch")
+    monkeypatch.setattr(preflight, "torch_folder", lambda: "/opt/my projects/torch")
     said = refused("learner.compile_layers=true", "model.device=cpu")
-    assert "/home/ada/my projects/torch: install" in said and "learner.compile_layers=false" in said
+    assert "/opt/my projects/torch: install" in said and "learner.compile_layers=false" in said
     monkeypatch.setattr(preflight, "torch_folder", lambda: "/opt/torch")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/home/ada/my projects/compiled")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/opt/my projects/compiled")
     said = refused("learner.compile_layers=true", "model.device=cpu")
-    assert "/home/ada/my projects/compiled: name one without in TORCHINDUCTOR_CACHE_DIR" in said
+    assert "/opt/my projects/compiled: name one without in TORCHINDUCTOR_CACHE_DIR" in said
 
 
 def test_sglang_that_is_not_there_is_refused(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,9 +84,10 @@ class Ranks:
         if self.num_processes > 1 or self.is_sharded:
             # Norms of shares in the host's memory are summed there.
             backend = "cpu:gloo,cuda:nccl" if use_cuda and self.is_sharded else "nccl" if use_cuda else "gloo"
+            store = self._store(environment, timeout_s)
             dist.init_process_group(
                 backend,
-                init_method=None if (store := self._store(environment, timeout_s)) else environment.get(RENDEZVOUS),
+                init_method=environment[RENDEZVOUS] if store is None else None,
                 rank=self.process,
                 world_size=self.num_processes,
                 store=store,

@@ -59,7 +59,8 @@ _FORMAT = 3
 _FIELDS: list[tuple[object, ...]] = [
     *((name, dtype.base.str) for name, dtype in ARRAY_FIELDS.items()),
     *((n, k.__name__) for n, k in METADATA_FIELDS.items()),
-    # Of arrays beside `turns`, those with an item for each turn, or with several numbers in an item.
+    # Of arrays with an item for each turn, or with several numbers in an item, where these lie. Not of `turns`, so that
+    # checkpoints of before these words stay readable.
     *(
         (n, d.shape, n in TURN_FIELDS)
         for n, d in ARRAY_FIELDS.items()

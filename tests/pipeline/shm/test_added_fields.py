@@ -16,7 +16,6 @@ import impala_llm
 from impala_llm.pipeline.shm.record import MAGIC
 
 PACKAGE = Path(impala_llm.__file__).parent
-_LAST_TOKEN_FIELD, _TURN_FIELDS = '    "action_mask": np.dtype(np.bool_),\n', '= {"turns": np.dtype((np.int32, 2))}'
 
 CHECKS = """
     import itertools
@@ -99,68 +98,56 @@ CHECKS = """
 """
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
-    path = tmp_path / PACKAGE.name / "trajectory.py"
-    source = path.read_text()
-    for old, new in (
-        (
-            '    "action_mask": np.dtype(np.bool_),\n',
-            '    "action_mask": np.dtype(np.bool_),\n'
-            '    "surprise": np.dtype(np.float32),\n    "seen": np.dtype(np.bool_),\n',
-        ),
-        (
-            '= {"turns": np.dtype((np.int32, 2))}',
-            '= {"turn_value": np.dtype(np.float32), "turns": np.dtype((np.int32, 2)), '
-            '"turn_choice": np.dtype((np.int32, 3)), "turn_good": np.dtype(bool)}',
-        ),
-        (
-            "    ticket_id: int\n",
-            "".join(f"    {name}: np.ndarray\n" for name in ("surprise", "seen", "turn_value", "turn_choice"))
-            + "    turn_good: np.ndarray\n    ticket_id: int\n",
-        ),
-    ):
-        assert source.count(old) == 1
-        source = source.replace(old, new)
-    path.write_text(source)
-    return tmp_path
-
-
-def magic(folder: Path, token_fields: str, turn_fields: str) -> int:
-    """First word of the records of a package with these entries more in its tables."""
+def copied(folder: Path, token_fields: str = "", turn_fields: str = "", attributes: str = "") -> Path:
+    """A folder with a copy of the package that has these lines more in the tables and among the attributes."""
     shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
     path = folder / PACKAGE.name / "trajectory.py"
     source = path.read_text()
     for old, new in (
-        (_LAST_TOKEN_FIELD, _LAST_TOKEN_FIELD + token_fields),
-        (_TURN_FIELDS, f"{_TURN_FIELDS[:-1]}, {turn_fields}}}"),
+        ('    "action_mask": np.dtype(np.bool_),\n', f'    "action_mask": np.dtype(np.bool_),\n{token_fields}'),
+        ('{"turns": np.dtype((np.int32, 2))}', f'{{{turn_fields}"turns": np.dtype((np.int32, 2))}}'),
+        ("    ticket_id: int\n", f"{attributes}    ticket_id: int\n"),
     ):
         assert source.count(old) == 1
         source = source.replace(old, new)
     path.write_text(source)
-    program = "from impala_llm.pipeline.shm.record import MAGIC; print(MAGIC)"
-    run = [sys.executable, "-c", program]
-    return int(
-        subprocess.run(run, env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, cwd=folder).stdout
-    )
+    return folder
+
+
+def run(program: str, folder: Path) -> str:
+    """What a program prints that imports the package of this folder."""
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    environment.pop("NUMBA_CACHE_DIR", None)
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def magic(folder: Path) -> int:
+    """First word of the records of a package."""
+    return int(run("from impala_llm.pipeline.shm.record import MAGIC; print(MAGIC)", folder))
 
 
 def test_records_of_a_package_with_another_array_begin_with_another_word(tmp_path: Path) -> None:
     found = {
-        magic(tmp_path / "token", '    "extra": np.dtype(np.bool_),\n', ""),
-        magic(tmp_path / "turn", "", '"extra": np.dtype(np.bool_)'),
-        magic(tmp_path / "pair", "", '"extra": np.dtype((np.bool_, 2))'),
-        magic(tmp_path / "number", "", '"extra": np.dtype(np.float32)'),
+        magic(copied(tmp_path / "token", token_fields='    "extra": np.dtype(np.bool_),\n')),
+        magic(copied(tmp_path / "turn", turn_fields='"extra": np.dtype(np.bool_), ')),
+        magic(copied(tmp_path / "pair", turn_fields='"extra": np.dtype((np.bool_, 2)), ')),
+        magic(copied(tmp_path / "number", turn_fields='"extra": np.dtype(np.float32), ')),
         MAGIC,
     }
     assert len(found) == 5
 
 
 @pytest.mark.system
-def test_added_arrays_travel_and_are_checked(copy: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(copy)}
-    environment.pop("NUMBA_CACHE_DIR", None)
-    program = textwrap.dedent(CHECKS)
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, cwd=copy)
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_added_arrays_travel_and_are_checked(tmp_path: Path) -> None:
+    names = ("surprise", "seen", "turn_value", "turn_choice", "turn_good")
+    folder = copied(
+        tmp_path,
+        token_fields='    "surprise": np.dtype(np.float32),\n    "seen": np.dtype(np.bool_),\n',
+        turn_fields='"turn_value": np.dtype(np.float32), "turn_choice": np.dtype((np.int32, 3)), '
+        '"turn_good": np.dtype(bool), ',
+        attributes="".join(f"    {name}: np.ndarray\n" for name in names),
+    )
+    run(CHECKS, folder)
