@@ -372,9 +372,14 @@ def num_cores() -> int:
 def threads_per_process(config: Config) -> int:
     """Threads of each learner rank and actor, so that together they do not exceed the cores of this host.
 
-    Oversubscribed OpenMP barriers spin and cost 5 to 100 times the work.
+    Oversubscribed OpenMP barriers spin and cost 5 to 100 times the work. Where other programs need cores of the host,
+    OMP_NUM_THREADS in the environment lowers the number.
     """
-    return max(1, num_cores() // max(1, config.learner_processes_here + config.num_actors))
+    share = max(1, num_cores() // max(1, config.learner_processes_here + config.num_actors))
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    # torchrun sets it to 1 where it starts several ranks and the user has not set it.
+    is_of_torchrun = limit == "1" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1
+    return min(share, int(limit)) if limit.isdecimal() and int(limit) and not is_of_torchrun else share
 
 
 def _of_group(key: str, known: Mapping[str, object]) -> str:

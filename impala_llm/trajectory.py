@@ -199,6 +199,10 @@ class Trajectory:
             accepted = isinstance(value, kind) or (kind is float and isinstance(value, int))
             if not accepted or (kind is not bool and isinstance(value, bool)):
                 raise TrajectoryError(f"{name} is {value!r}, a {type(value).__name__}: {kind.__name__} is expected")
+            if kind is int and not -(2**63) <= value < 2**63:
+                raise TrajectoryError(f"{name} is {value}: a record has 64 bits for it")
+        if self.ticket_id < 0:
+            raise TrajectoryError(f"ticket_id is {self.ticket_id}: tickets count from 0")
         if not self.episode_id:
             raise TrajectoryError("episode_id is empty: it names the episode for ever")
         if not 0 <= self.unroll_index < MAX_UNROLLS:

@@ -78,7 +78,8 @@ def test_actors_beside_those_of_another_supervisor_have_names_and_logs_of_their_
 
 
 def have_cores(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Have so many cores, also where the tests run in a container with a limit."""
+    """Have so many cores, also where the tests run in a container with a limit, and no limit of threads."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(number)), raising=False)
     monkeypatch.setattr(cgroups, "ROOT", Path("/nowhere"))
 
@@ -91,6 +92,25 @@ def test_cores_are_divided_among_all_processes_of_the_host(monkeypatch: pytest.M
     assert {child.environment["OMP_NUM_THREADS"] for child in children} == {"3"}
     assert {child.environment["MKL_NUM_THREADS"] for child in children} == {"3"}
     assert launch.plan_actors(config, OVERRIDES, deal_gpus(config, []))[0].environment["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("1", "1"), ("2", "2"), ("8", "3"), ("", "3"), ("0", "3"), ("4,2", "3")]
+)
+def test_processes_have_no_more_threads_than_the_environment_says(
+    limit: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_cores(monkeypatch, 16)
+    monkeypatch.setenv("OMP_NUM_THREADS", limit)
+    children = launch.plan(load(OVERRIDES), OVERRIDES)
+    assert {child.environment["OMP_NUM_THREADS"] for child in children} == {expected}
+
+
+def test_the_limit_that_torchrun_sets_for_several_ranks_is_none_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    have_cores(monkeypatch, 16)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert threads_per_process(load(OVERRIDES)) == 3
 
 
 def test_the_learners_ranks_take_no_cores_of_a_host_of_actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

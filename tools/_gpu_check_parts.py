@@ -457,14 +457,15 @@ def flops_a_token(model: PolicyModel, length: float) -> float:
 
 def idle(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
     """A run of the corridor: both sides work, and what each waits."""
-    words = ("experiment=corridor", "learner.total_updates=30", "actor.num_actors=1")
+    # Ended by the clock: an actor reports its share every few seconds, in which a fast host makes all of few updates.
+    words = ("experiment=corridor", "learner.total_updates=100000", "learner.max_minutes=0.2", "actor.num_actors=1")
     code, rows = train(folder / "run", *words, f"model.device={settings['device']}")
     late = rows[10:]
     figure = (
         f"learner idle {mean(late, 'time/idle_share'):.0%}, actor idle {mean(late, 'actor/idle_share'):.0%}, "
         f"{mean(late, 'learner/trained_tokens_per_s'):,.0f} tokens/s trained, {mean(late, 'time/step_s'):.2f} s a step"
     )
-    return code == 0 and len(rows) == 30, figure
+    return code == 0, figure
 
 
 PARTS: dict[str, Callable[[dict[str, Any], Path], tuple[bool, str]]] = {

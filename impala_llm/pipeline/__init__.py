@@ -1,7 +1,8 @@
 """Communication between processes: the only package with ZeroMQ and shared memory. numpy only, no torch.
 
-Other packages make a `LearnerEndpoint` or an `ActorEndpoint`; of the modules behind these they import the types of what
-these give and take, such as `Receiver`, `Ticket` and `RunDirectory`. From the top down:
+Processes that communicate make a `LearnerEndpoint` or an `ActorEndpoint`. Of the modules behind these, other packages
+import the types of what they give and take, such as `Receiver`, `Ticket` and `RunDirectory`; what a run needs before
+and after its processes: its folder, keys and addresses; and how bytes of weights are written. From the top down:
 
 - transport: messages, sessions and acknowledgements between actors and a learner rank
 - tickets: permits to play an episode, and the bound on staleness

@@ -60,7 +60,10 @@ OWN, V1 = "proc/self/cgroup", "sys/fs/cgroup/cpu,cpuacct"
           f"{V1}/b/cpu.cfs_period_us": "10000"}, 5),
     ],
 )  # fmt: skip
-def test_the_cores_of_a_container_are_those_of_its_quota(tmp_path: Path, files: dict[str, str], cores: int) -> None:
+def test_the_cores_of_a_container_are_those_of_its_quota(
+    tmp_path: Path, files: dict[str, str], cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     lay_out(tmp_path, files)
     assert num_cores() == cores
     assert threads_per_process(load(["experiment=toy", "learner.num_ranks=1", "actor.num_actors=1"])) == max(

@@ -12,7 +12,9 @@ def _of(wanted: type) -> tuple[str, ...]:
 
 
 INTEGERS, FLOATS, FLAG_NAMES, TEXT_NAMES = _of(int), _of(float), _of(bool), _of(str)
-"""Metadata fields in the record. The lengths of all texts share a word: there are four."""
+"""Metadata fields in the record."""
+if TEXT_NAMES != ("episode_id", "env", "actor_id", "signature"):
+    raise TypeError(f"a trajectory has the texts {TEXT_NAMES}: a record has four, whose lengths share a word")
 
 MAGIC_WORD, NUM_TOKENS_WORD, NUM_TURNS_WORD, TEXTS_WORD, STATS_WORD = range(5)
 WORDS = {name: word for word, name in enumerate((*INTEGERS, *FLOATS, "flags"), 5)}

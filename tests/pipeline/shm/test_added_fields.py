@@ -140,6 +140,17 @@ def test_records_of_a_package_with_another_array_begin_with_another_word(tmp_pat
     assert len(found) == 5
 
 
+def test_a_fifth_text_is_refused_at_the_import(tmp_path: Path) -> None:
+    folder = copied(tmp_path, attributes="    tag: str\n")
+    program = """
+        try:
+            import impala_llm.pipeline.shm.record
+        except TypeError as error:
+            print(error)
+    """
+    assert "a record has four, whose lengths share a word" in run(program, folder)
+
+
 @pytest.mark.system
 def test_added_arrays_travel_and_are_checked(tmp_path: Path) -> None:
     names = ("surprise", "seen", "turn_value", "turn_choice", "turn_good")
