@@ -30,7 +30,9 @@ counting "$pip" install -q --no-deps -r $files/constraints.txt
 # Each file says at its top why it is needed.
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 cp $files/*.py "$site/"
-echo "import impala_llm_torchvision_ops" > "$site/impala_llm_torchvision_ops.pth"
+for module in impala_llm_torchvision_ops impala_llm_forked_parts; do
+  echo "import $module" > "$site/$module.pth"
+done
 
 SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 "$venv/bin/python" -W ignore -c 'import torchvision, sglang.srt.server_args' ||
   die "SGLang was installed into $venv but cannot be imported, see above. Remove that folder and try again"

@@ -1,6 +1,7 @@
 """Training on real SGLang servers: it learns, a killed server costs nothing, actors outlive what may pass."""
 
 import json
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -13,13 +14,14 @@ import pytest
 
 from impala_llm.config import load
 from impala_llm.learning.policy.scratch import make_scratch_policy
+from tests.helpers import has_ended
 from tests.system.runs import Process, Run, column
 from tests.system.sglang import mapped_shared_files, needs_sglang, sglang_python, shared_files
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900), needs_sglang]
 
 UPDATES = 200
-"""150 are enough to learn it; these also outlast the new start of a server."""
+"""At most: 120 are enough to learn it, and to outlast the new start of a server."""
 START_S = 300.0
 """Deadline of each phase; generous, since machines may be busy."""
 
@@ -79,13 +81,19 @@ def test_two_actors_with_servers_learn_although_one_server_is_killed(tmp_path: P
         assert back >= version + 5, "the learner goes on with the other server"
         left |= family(training)
         files |= mapped_shared_files(left)
-        assert training.wait(START_S) == 0, run.printed()
+
+        def has_learned() -> bool:
+            scores = column(run.rows(), "rollout/score")
+            return bool(np.mean(scores[-10:]) >= 0.8)
+
+        run.wait_for(lambda: len(run.rows()) > back and has_learned(), "a score of 0.8", START_S)
+        training.send_signal(signal.SIGINT)
+        assert training.wait(START_S) == 128 + signal.SIGINT, run.printed()
         run.assert_gone()
-        assert [process for process in left if process.is_running()] == []
+        assert [process for process in left if not has_ended(process, 0)] == []
         assert files and not files & shared_files()
 
         rows = run.rows()
-        assert back < len(rows) == UPDATES
         config = load(["experiment=toy"])
         assert (
             "is lost, its answers go on"
@@ -93,7 +101,7 @@ def test_two_actors_with_servers_learn_although_one_server_is_killed(tmp_path: P
         )
         assert column(rows, "actor/engine_restarts")[-1] >= 1.0
         scores = column(rows, "rollout/score")
-        assert np.mean(scores[:5]) < 0.2 < 0.8 <= np.mean(scores[-10:])
+        assert np.mean(scores[:5]) < 0.2
 
         # Weights changed while answers were under way, and no answer was older than allowed.
         assert max(column(rows, "staleness/span")) > 0
