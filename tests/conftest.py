@@ -41,13 +41,16 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put an item's `xdist_group` behind an `@` at the end of its id, where the scheduler of pytest-xdist looks.
+    """Put those with a long time limit first: at the end they would leave other workers without work. Put an item's
+    `xdist_group` behind an `@` at the end of its id, where the scheduler of pytest-xdist looks.
 
     Since pytest 9.2 an id is of a type of its own, in another attribute: pytest-xdist 3.8 writes to the one before, the
     groups have no effect, and each worker starts the servers that the tests of a group share (its issue 1386).
     """
     if not getattr(config.option, "loadgroup", False):
         return  # no worker, or one that takes tests in another way
+    limits = {item: next((mark.args[0] for mark in item.iter_markers("timeout")), 0) for item in items}
+    items.sort(key=lambda item: -limits[item])
     for item in items:
         group = "_".join(sorted({mark.args[0] for mark in item.iter_markers("xdist_group")}))
         if group and not item.nodeid.endswith(f"@{group}") and hasattr(item, "_id"):

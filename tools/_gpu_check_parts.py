@@ -458,7 +458,7 @@ def flops_a_token(model: PolicyModel, length: float) -> float:
 def idle(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
     """A run of the corridor: both sides work, and what each waits."""
     # Ended by the clock: an actor reports its share every few seconds, in which a fast host makes all of few updates.
-    words = ("experiment=corridor", "learner.total_updates=100000", "learner.max_minutes=0.2", "actor.num_actors=1")
+    words = ("experiment=corridor", "learner.total_updates=100000", "learner.max_minutes=0.1", "actor.num_actors=1")
     code, rows = train(folder / "run", *words, f"model.device={settings['device']}")
     late = rows[10:]
     figure = (
