@@ -108,6 +108,9 @@ def write_tensors(
             info = layout.infos[name]
             sums[name] = _write_tensor(target[info.start : info.end], info.dtype, tensors[name][2])
 
+    if num_threads == 1:
+        write(iter(layout.infos))
+        return [sums[name] for name in layout.infos]
     in_memory = {name for name in layout.infos if isinstance(_data(tensors[name][2]), np.ndarray)}
     names = iter(sorted(in_memory, key=lambda name: layout.infos[name].start - layout.infos[name].end))
     with ThreadPoolExecutor(max(1, num_threads - 1)) as pool:
