@@ -38,7 +38,7 @@ from impala_llm.config import ConfigError, load, num_cores, threads_per_process
 from impala_llm.engines.sglang.external_server import absent_servers
 from impala_llm.engines.sglang.launch_args import find_python
 from impala_llm.envs import contract
-from impala_llm.envs.base import SPLITS
+from impala_llm.envs.base import SPLITS, Split
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.gateway.tasks import tried_suite
 from impala_llm.gpus import deal_gpus, visible_gpus, with_num_actors
@@ -253,13 +253,17 @@ def environment(config: Config) -> tuple[str, list[str]]:
             # Of a split that these settings do not play there may be none.
             counts = contract.call(f"env {suite.name}: tasks", lambda: [len(suite.tasks(split)) for split in SPLITS])
             sizes = [f"{split} {count}" for split, count in zip(SPLITS, counts, strict=True)]
-            if config.evaluation.before_and_after:
-                contract.tasks(suite, config.evaluation.split)  # type: ignore[arg-type]  # by config.load
+            evaluated: dict[Split, str] = {}
             if config.evaluation.inside_run:
-                contract.tasks(suite, "validation", "evaluation.every_updates")
+                evaluated["validation"] = "evaluation.every_updates"
+            if config.evaluation.before_and_after:
+                evaluated[config.evaluation.split] = "evaluation.split"  # type: ignore[index]  # by config.load
+            for split, asked_by in evaluated.items():
+                contract.tasks(suite, split, asked_by)
+            problems = [said for split in evaluated if (said := contract.shared_tasks(suite, split))]
     except EnvironmentFault as error:
         return "agent" if config.agent.is_set else config.env.name, [str(error)]
-    return f"{suite.name}, tasks: {', '.join(sizes)}", []
+    return f"{suite.name}, tasks: {', '.join(sizes)}", problems
 
 
 def model(config: Config) -> tuple[str, list[str]]:

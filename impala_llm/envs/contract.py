@@ -79,21 +79,27 @@ def tasks(suite: Suite, split: Split, asked_by: str = "evaluation.split") -> Seq
     return [int(task) for task in found]  # those of numpy have no JSON, and are no int to a trajectory
 
 
-def warn_of_shared_tasks(suite: Suite, split: Split) -> None:
-    """Say it where a split shares tasks with training, so that its scores are not of unseen ones."""
+def shared_tasks(suite: Suite, split: Split) -> str:
+    """A sentence where a split shares tasks with training, so that its scores are not of unseen ones; else empty."""
     if split == "train":
-        return
+        return ""
     shared = set(tasks(suite, split))
     try:
         shared &= set(tasks(suite, "train"))
     except EnvironmentFault:  # it is not played here, and what is not there shares nothing
-        return
-    if shared:
-        _warnings.log(
-            "SPLITS SHARE TASKS",
-            f"env {suite.name} has {len(shared)} tasks of the split {split!r} in 'train' too, such as {min(shared)}: "
-            "scores on them say nothing of unseen tasks; give each split its own",
-        )
+        return ""
+    if not shared:
+        return ""
+    return (
+        f"env {suite.name} has {len(shared)} tasks of the split {split!r} in 'train' too, such as {min(shared)}: "
+        "scores on them say nothing of unseen tasks; give each split its own"
+    )
+
+
+def warn_of_shared_tasks(suite: Suite, split: Split) -> None:
+    """Log `shared_tasks`, where there are any."""
+    if said := shared_tasks(suite, split):
+        _warnings.log("SPLITS SHARE TASKS", said)
 
 
 def kinds(suite: Suite, tasks: Sequence[int]) -> dict[int, str]:

@@ -273,6 +273,25 @@ def test_tasks_that_cannot_be_made_are_named(examine: Examine, user_folder: Path
 
 
 @pytest.mark.usefixtures("without_ranks")
+def test_a_split_that_shares_tasks_with_training_is_named(examine: Examine, user_folder: Path) -> None:
+    (user_folder / "overlap.py").write_text(
+        "class Suite:\n"
+        "    name, system_prompt = 'overlap', ''\n"
+        "    def tasks(self, split): return range(10)\n"
+        "    def session(self, training): return self\n"
+        "    def signature(self, task_id): return 'one'\n"
+        "    def reset(self, task_id): return 'page'\n"
+        "    def step(self, action): return 'page', 0.0, True, False, {}\n"
+    )
+    code, found = examine("env=overlap:Suite", "evaluation.split=test", "evaluation.before_and_after=true")
+    assert code == 1
+    [problem] = found["environment"]["problems"]
+    assert "has 10 tasks of the split 'test' in 'train' too, such as 0" in problem
+    code, found = examine("env=overlap:Suite", "evaluation.before_and_after=false", "evaluation.every_updates=null")
+    assert (code, found["environment"]["problems"]) == (0, [])
+
+
+@pytest.mark.usefixtures("without_ranks")
 def test_servers_that_do_not_answer_are_named(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "SERVER_S", 0.2)
     urls = ["http://127.0.0.1:9", "http://127.0.0.1:10"]
