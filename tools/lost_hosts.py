@@ -26,7 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--losses", type=int, default=10, help="number of losses")
     parser.add_argument("--minutes", type=float, default=5.0, help="in which they happen, on average")
-    parser.add_argument("--updates", type=int, default=400, help="of the run: more than are made by the last loss")
+    parser.add_argument("--updates", type=int, default=6000, help="of the run: more than are made by the last loss")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     arguments = parser.parse_args()
     if min(arguments.losses, arguments.minutes, arguments.updates) <= 0:
