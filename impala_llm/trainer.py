@@ -172,7 +172,8 @@ class Trainer:
         algorithm = self.config.algorithm
         has_own_term = self.entropy.coef > 0 or algorithm.kl_coef > 0 or algorithm.whiten_advantages
         # A policy without entropy has groups of equals alone: a bonus that is 0 would never rise again.
-        return self.credit.of_episodes and not has_own_term and algorithm.entropy_target is None
+        is_without = self.loss.vanishes_with_advantage and not has_own_term and algorithm.entropy_target is None
+        return self.credit.of_episodes and is_without
 
     def oldest_version(self, version: int) -> int:
         """Return the version of the oldest tokens that teach the learner at `version`."""

@@ -285,6 +285,15 @@ class Credit(CreditSettings, ABC):
 class Loss(LossSettings, ABC):
     """Policy loss of log-ratios and advantages. Subclasses are dataclasses; see the module."""
 
+    vanishes_with_advantage: ClassVar[bool] = False
+    """Whether a token has no loss, or one without a gradient, where the advantages of its whole row are 0. Such rows are
+    then not computed where nothing else needs them. Each class says so for itself, since what it adds to the loss of
+    its base may not vanish: it is not inherited."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.vanishes_with_advantage = vars(cls).get("vanishes_with_advantage", False)
+
     @abstractmethod
     def __call__(self, scored: Scored, advantages: Tensor) -> LossOutput:
         """Loss of each of N action tokens.
