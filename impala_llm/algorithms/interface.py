@@ -286,9 +286,8 @@ class Loss(LossSettings, ABC):
     """Policy loss of log-ratios and advantages. Subclasses are dataclasses; see the module."""
 
     vanishes_with_advantage: ClassVar[bool] = False
-    """Whether a token has no loss, or one without a gradient, where the advantages of its whole row are 0. Such rows are
-    then not computed where nothing else needs them. Each class says so for itself, since what it adds to the loss of
-    its base may not vanish: it is not inherited."""
+    """Whether the loss of a row has no gradient where the advantages of all its tokens are 0: then such rows are not
+    computed, unless something else needs them. It is not inherited: what a class adds to its base may not vanish."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -56,7 +56,7 @@ WATCH = (
     ),
     (
         ("value/explained_variance",),
-        "rises from 0, a constant guess, towards 1; with `algorithm.credit=gae` and `vtrace`",
+        "rises from 0, a constant guess, towards 1; with `gae`, `vtrace` and every other credit that fits values",
         "[the value head](algorithms.md#credit-algorithmcredit)",
     ),
     (

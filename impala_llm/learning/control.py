@@ -136,6 +136,45 @@ def _range_of_most(returns: Sequence[float]) -> tuple[float, float]:
     return centre, math.inf
 
 
+class NothingTaught:
+    """Warns, once, where no token of several updates in a row has weighed anything in the policy's gradient."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self._config = config
+        self._num_in_a_row = 0
+        self._warnings = RateLimitedWarnings(math.inf, on_terminal=True)
+
+    def observe(self, num_tokens: float, squares: float) -> None:
+        """Take in an update of all ranks.
+
+        Args:
+            num_tokens: action tokens whose advantage is not 0, or that were computed.
+            squares: sum of the squared weights that the loss gave them; 0 for a token that was left out.
+        """
+        if num_tokens == 0:  # nothing to learn from: advantage/zero_share
+            return
+        self._num_in_a_row = self._num_in_a_row + 1 if squares == 0 else 0
+        if self._num_in_a_row == _PATIENCE:
+            self._warnings.log(
+                "NOTHING IS LEARNED",
+                f"in {_PATIENCE} updates no action token has taught the policy (ratio/rejected_share and "
+                f"loss/clip_share say how many were left out): {self._remedy()}",
+            )
+
+    def _remedy(self) -> str:
+        config, found = self._config, []
+        if config.reject != "none":
+            low, high = f"algorithm.reject_low={config.reject_low:g}", f"algorithm.reject_high={config.reject_high:g}"
+            found.append(
+                f"widen the range of the ratios that algorithm.reject={config.reject} keeps, {low} to {high}"
+            )
+        if config.probability_limit is not None:
+            found.append(f"raise algorithm.probability_limit={config.probability_limit:g}")
+        if config.max_staleness is not None:
+            found.append(f"raise algorithm.max_staleness={config.max_staleness}")
+        return ", ".join([*found, f"or look at the weights that algorithm.loss={config.loss.name} returns"])
+
+
 class CollapseAlarm:
     """Detects two kinds of failure from the entropy, the length of answers and the scores.
 

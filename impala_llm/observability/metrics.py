@@ -135,6 +135,11 @@ _DECLARED = (
         "policy part of the loss, with the penalty of algorithm.kl_coef, averaged as algorithm.aggregate says",
     ),
     ("loss/value", _MEAN, "value part before its coefficient, per predicted value"),
+    (
+        "value/explained_variance",
+        Aggregation.EXPLAINED,
+        "1 - Var(target - value) / Var(target) over a batch; 0 is a constant guess; of every credit that fits values",
+    ),
     ("loss/entropy", _MEAN, "entropy of the target policy in nats, per action token"),
     (
         "loss/total",
