@@ -304,11 +304,11 @@ def test_a_key_that_is_given_twice_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["experiment=toy", "learner.epochs=2", "run.seed=3", "learner.epochs=4"]
+    words = ["experiment=toy", "learner.batch_size=16", "run.seed=3", "learner.batch_size=24"]
     assert cli.main(["train", *words, "--dry-run"]) == 0
     printed = capsys.readouterr()
-    assert printed.err == "impala-llm: given more than once, the last one counts: learner.epochs=4\n"
-    assert "epochs: 4" in printed.out
+    assert printed.err == "impala-llm: given more than once, the last one counts: learner.batch_size=24\n"
+    assert "batch_size: 24" in printed.out
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ registered under a short name; one of your own is named by its import path, `alg
 
     @dataclass
     class MyLoss(Loss):
+        vanishes_with_advantage = True
         metrics = {"steep_share": "share of the tokens with A > 0 and a ratio above `limit`: no gradient"}
         limit: float = bounded(2.0, least=1)
 

@@ -1,5 +1,7 @@
-"""Warnings about settings that are allowed and likely to fail; logged once, when the learner has its model. Those that need no model
-stand in checks/settings_cautions.py, and `--dry-run` says them too."""
+"""Warnings about settings that are allowed and likely to fail; logged once, when the learner has its model.
+
+Those that need no model stand in checks/settings_cautions.py, and `--dry-run` says them too.
+"""
 
 import torch
 
