@@ -285,7 +285,7 @@ def cispo(
 @loss("cispo")
 @dataclass
 class CISPO(Loss):
-    """-sg(min(ρ, 1 + clip_high)) A log π; see `cispo`."""
+    """-sg(min(ρ, 1 + clip_high)) A log π, where sg(x) is x as a constant, without a gradient; see `cispo`."""
 
     vanishes_with_advantage = True
     bounds_steps = False
@@ -326,7 +326,7 @@ def truncated_is(
 @loss("truncated_is")
 @dataclass
 class TruncatedIS(Loss):
-    """-sg(min(ρ, cap)) A log π; see `truncated_is`."""
+    """-sg(min(ρ, cap)) A log π, where sg(x) is x as a constant, without a gradient; see `truncated_is`."""
 
     vanishes_with_advantage = True
     bounds_steps = False
