@@ -48,7 +48,7 @@ class RunConfig:
     """Live view in the terminal."""
     metric_writers: list[str] = field(default_factory=lambda: ["tensorboard"])
     """Writers of the metrics beside metrics.jsonl, which is always written: tensorboard | an installed one | your own,
-    as module:Class, see impala_llm/observability/writers.py."""
+    as module:Class, see docs/launching.md, "Metrics elsewhere"."""
 
 
 @dataclass
@@ -332,7 +332,7 @@ class AlgorithmConfig:
     refill: float = bounded(0.0, least=0, most=1000)
     """Groups whose episodes all have the same return (by the environment's rewards) have nothing to compare: they are
     dropped as they arrive, and others are played in their place, in an update at most this many times the groups of a
-    batch; a fraction of a group is carried to the next. 0: none."""
+    batch; what remains of that below a whole group is added in the next update. 0: none."""
     curriculum: float | None = bounded(None, least=0.001, most=1)
     """Pass over tasks whose kind, the environment's signature, mostly succeeds or mostly fails: with success rate p a
     task is played with probability 4p(1 - p), and at least this. None: every task, once an epoch."""
@@ -370,8 +370,8 @@ class AlgorithmConfig:
     entropy_rate: float = bounded(0.01, least=0, most=1000)
     """Change of `entropy_coef` in an update, per nat between entropy and target."""
     entropy_alarm: float = bounded(0.05, least=0, most=1)
-    """A policy whose entropy falls below this share of its first one, with scores below 0.9, has collapsed: it is
-    said. 0: never."""
+    """A policy whose entropy falls below this share of its first one, with scores below 0.9, has collapsed: a
+    warning in the terminal says so. 0: never."""
     length_alarm: float = bounded(0.2, least=0, most=1)
     """The same for the mean number of tokens an episode's answers have."""
     kl_coef: float = bounded(0.0, least=0, most=1000)

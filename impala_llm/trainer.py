@@ -18,7 +18,7 @@ from impala_llm.algorithms.advantages import episode_return, equal_share, levell
 from impala_llm.algorithms.importance import segment_sum
 from impala_llm.algorithms.interface import BatchLoss, Episodes, PackedBatch, parts_of
 from impala_llm.learning.batch_source import Batch
-from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardScale
+from impala_llm.learning.control import CollapseAlarm, EntropyControl, IdleUpdates, RewardScale
 from impala_llm.learning.kept_budget import NOTE, conditions
 from impala_llm.learning.mismatch import MismatchMonitor
 from impala_llm.learning.objective import (
@@ -92,6 +92,7 @@ class Trainer:
             algorithm = replace(algorithm, normalize_reward=False, overlong_tokens=None, reward_kl_coef=0.0)
         self.rewards = RewardScale(algorithm.normalize_reward, ranks.world_size)
         self.collapse = CollapseAlarm(config.algorithm)
+        self.idle_updates = IdleUpdates(config.algorithm)
         self.warnings = RateLimitedWarnings(on_terminal=True)
         self.shaping = Shaping(replace(config, algorithm=algorithm), self.scorers, self.budget, ranks.device)
         self.survey = Survey(config, model, ranks, self.budget, self.monitor, self.rows, self.take_part)
@@ -172,7 +173,8 @@ class Trainer:
         algorithm = self.config.algorithm
         has_own_term = self.entropy.coef > 0 or algorithm.kl_coef > 0 or algorithm.whiten_advantages
         # A policy without entropy has groups of equals alone: a bonus that is 0 would never rise again.
-        return self.credit.of_episodes and not has_own_term and algorithm.entropy_target is None
+        is_without = self.loss.vanishes_with_advantage and not has_own_term and algorithm.entropy_target is None
+        return self.credit.of_episodes and is_without
 
     def oldest_version(self, version: int) -> int:
         """Return the version of the oldest tokens that teach the learner at `version`."""
@@ -400,6 +402,7 @@ class Trainer:
     def effective_share(self, weight_sums: Sequence[float]) -> float | None:
         """Return `UpdateResult.effective_share`, and log it. All ranks call it."""
         count, total, squares = self.ranks.sum(weight_sums)
+        self.idle_updates.observe(count, squares)
         if not 0 < squares < math.inf:
             return None
         share = total * total / (count * squares)

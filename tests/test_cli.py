@@ -247,6 +247,18 @@ def test_a_dry_run_prints_settings_and_commands(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_says_what_the_learner_would_warn_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["experiment=toy", "learner.epochs=4", "--dry-run"]
+    assert cli.main(["train", *words, "algorithm=topr"]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("impala-llm: learner.epochs=4 with algorithm.loss=topr: this loss does not bound how far")
+    assert cli.main(["train", *words, "algorithm=ppo"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("flags", [["--dry-run"], []])
 def test_a_dry_run_refuses_what_the_start_refuses_and_neither_leaves_a_folder(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -292,11 +304,11 @@ def test_a_key_that_is_given_twice_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["experiment=toy", "learner.epochs=2", "run.seed=3", "learner.epochs=4"]
+    words = ["experiment=toy", "learner.batch_size=16", "run.seed=3", "learner.batch_size=24"]
     assert cli.main(["train", *words, "--dry-run"]) == 0
     printed = capsys.readouterr()
-    assert printed.err == "impala-llm: given more than once, the last one counts: learner.epochs=4\n"
-    assert "epochs: 4" in printed.out
+    assert printed.err == "impala-llm: given more than once, the last one counts: learner.batch_size=24\n"
+    assert "batch_size: 24" in printed.out
 
 
 @pytest.mark.parametrize(

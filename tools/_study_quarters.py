@@ -55,6 +55,7 @@ OUTWEIGHING = (("1", "ratio"), ("1", "0"), ("ratio", "0"))
 class Quarters(Loss):
     """-sg(w) A log π, with a weight for each quarter of the tokens; see the module."""
 
+    vanishes_with_advantage = True
     metrics = {
         f"{quarter}_share": f"share of the action tokens that teach with {SYMBOLS[quarter]}, outside of the band"
         for quarter in QUARTERS

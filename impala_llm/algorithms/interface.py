@@ -17,6 +17,7 @@ registered under a short name; one of your own is named by its import path, `alg
 
     @dataclass
     class MyLoss(Loss):
+        vanishes_with_advantage = True
         metrics = {"steep_share": "share of the tokens with A > 0 and a ratio above `limit`: no gradient"}
         limit: float = bounded(2.0, least=1)
 
@@ -284,6 +285,14 @@ class Credit(CreditSettings, ABC):
 @dataclass
 class Loss(LossSettings, ABC):
     """Policy loss of log-ratios and advantages. Subclasses are dataclasses; see the module."""
+
+    vanishes_with_advantage: ClassVar[bool] = False
+    """Whether the loss of a row has no gradient where the advantages of all its tokens are 0: then such rows are not
+    computed, unless something else needs them. It is not inherited: what a class adds to its base may not vanish."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.vanishes_with_advantage = vars(cls).get("vanishes_with_advantage", False)
 
     @abstractmethod
     def __call__(self, scored: Scored, advantages: Tensor) -> LossOutput:

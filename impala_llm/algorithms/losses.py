@@ -45,6 +45,7 @@ from impala_llm.settings import AlgorithmConfig, bounded, one_of
 class Reinforce(Loss):
     """-A log π: no ratio, and so no correction."""
 
+    vanishes_with_advantage = True
     bounds_steps = False
 
     def __call__(self, scored: Scored, advantages: Tensor) -> LossOutput:
@@ -90,6 +91,7 @@ def ppo_clip(
 class PPOClip(Loss):
     """PPO with a dual clip; see `ppo_clip`."""
 
+    vanishes_with_advantage = True
     metrics = CLIP_METRICS
     clip_low: float = bounded(0.2, 0, 1)
     """Ratios are clipped at 1 - clip_low."""
@@ -154,6 +156,7 @@ def decoupled_ppo(
 class DecoupledPPO(Loss):
     """(π_prox/μ) times PPO's clip on π/π_prox; see `decoupled_ppo`."""
 
+    vanishes_with_advantage = True
     metrics = CLIP_METRICS | {
         "weight_mean": "mean of π_prox/μ before its cap, per action token that teaches",
         "weight_max": "largest π_prox/μ before its cap",
@@ -231,6 +234,7 @@ def gspo(
 class GSPO(Loss):
     """PPO's clip on the geometric mean of an episode's ratios; see `gspo`."""
 
+    vanishes_with_advantage = True
     metrics = CLIP_METRICS
     clip_low: float = bounded(3e-4, 0, 1)
     """The ratio of an episode is clipped at 1 - clip_low; it stays much nearer to 1 than that of a token."""
@@ -281,8 +285,9 @@ def cispo(
 @loss("cispo")
 @dataclass
 class CISPO(Loss):
-    """-sg(min(ρ, 1 + clip_high)) A log π; see `cispo`."""
+    """-sg(min(ρ, 1 + clip_high)) A log π, where sg(x) is x as a constant, without a gradient; see `cispo`."""
 
+    vanishes_with_advantage = True
     bounds_steps = False
     metrics = TRUNCATION_METRICS
     clip_high: float = bounded(0.28, 0)
@@ -321,8 +326,9 @@ def truncated_is(
 @loss("truncated_is")
 @dataclass
 class TruncatedIS(Loss):
-    """-sg(min(ρ, cap)) A log π; see `truncated_is`."""
+    """-sg(min(ρ, cap)) A log π, where sg(x) is x as a constant, without a gradient; see `truncated_is`."""
 
+    vanishes_with_advantage = True
     bounds_steps = False
     metrics = TRUNCATION_METRICS
     cap: float = bounded(1.0, 1e-3)

@@ -120,6 +120,7 @@ def m2po(log_probs: Tensor, behaviour_log_probs: Tensor, advantages: Tensor, lim
 class M2PO(BatchLoss):
     """-ρA without the tokens that have departed farthest from μ, until their second moment is small; see `m2po`."""
 
+    vanishes_with_advantage = True
     metrics = RATIO_METRICS | {
         "departing_share": "share of the action tokens that teach which the update moves on from μ: A > 0 and a ratio "
         "above 1, or A < 0 and a ratio below 1",
@@ -190,6 +191,7 @@ def topr(
 class TOPR(Loss):
     """REINFORCE with a weight of 1 where A >= 0, and the ratio of the episode, at most 1, where A < 0; see `topr`."""
 
+    vanishes_with_advantage = True
     bounds_steps = False
     metrics = RATIO_METRICS | {
         "taper_mean": "mean of TOPR's weight, per action token that teaches",

@@ -37,7 +37,7 @@ from impala_llm.algorithms.checks import (
     require_segment_ids,
 )
 from impala_llm.algorithms.importance import Caps, apply_dead_band, ratios, segment_mean, segment_sum
-from impala_llm.algorithms.interface import Credit, MetricValue, PackedBatch, Scored, Worth, credit, moments
+from impala_llm.algorithms.interface import Credit, MetricValue, PackedBatch, Scored, Worth, credit
 from impala_llm.settings import bounded, one_of
 
 
@@ -304,9 +304,6 @@ class ValueCredit(Credit):
     """Advantages and targets of values by a recursion over the turns, or the action tokens, of an episode."""
 
     uses_values: ClassVar[bool] = True
-    metrics = {
-        "value/explained_variance": "1 - Var(target - value) / Var(target) over a batch; 0 is a constant guess",
-    }
     granularity: str = one_of("turn", "token")
     """One step of the recursion is a turn | token (the textbook; see algorithms/vtrace.py)."""
     lam: float = bounded(1.0, 0, 1)
@@ -340,17 +337,16 @@ class ValueCredit(Credit):
             batch.segment_ids if by_token else batch.turn_segment_ids,
             "tokens" if by_token else "turns",
             self.value_coef,
-            self.measure(constant, target),
+            self.measure(target),
         )
 
-    def measure(self, values: Tensor, target: TurnVTraceOutput) -> list[MetricValue]:
+    def measure(self, target: TurnVTraceOutput) -> list[MetricValue]:
         """Return the metrics of a micro-batch.
 
         Args:
-            values: float[N], V of each step, without gradient.
             target: output of the recursion.
         """
-        return [("value/explained_variance", moments(target.vs) + moments(target.vs - values), float(len(values)))]
+        return []
 
 
 @credit("gae")
@@ -369,7 +365,7 @@ class GAE(ValueCredit):
 class VTrace(ValueCredit):
     """V-trace: estimates the value of the learner's policy from data of an older policy."""
 
-    metrics = ValueCredit.metrics | {
+    metrics = {
         "ratio/rho_clip_share": "share of ratios above rho_bar, which the value targets truncate",
         "ratio/c_clip_share": "share of ratios above c_bar, which the trace truncates",
     }
@@ -391,10 +387,9 @@ class VTrace(ValueCredit):
             target = turn_vtrace(scored.log_ratio, steps, *rules, ratio, self.dead_band)
         return target.advantages, target
 
-    def measure(self, values: Tensor, target: TurnVTraceOutput) -> list[MetricValue]:
-        ratio, weight = ratios(target.log_ratios), float(len(values))
+    def measure(self, target: TurnVTraceOutput) -> list[MetricValue]:
+        ratio, weight = ratios(target.log_ratios), float(len(target.vs))
         return [
             ("ratio/rho_clip_share", (ratio > self.rho_bar).float().mean().item(), weight),
             ("ratio/c_clip_share", (ratio > self.c_bar).float().mean().item(), weight),
-            *super().measure(values, target),
         ]

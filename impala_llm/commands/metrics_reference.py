@@ -17,9 +17,10 @@ INTRODUCTION = """\
 
 Written by `python -m impala_llm.commands.metrics_reference > docs/metrics.md` from the declarations in
 `impala_llm/observability/metrics.py` and in the credits and losses. `tensorboard/metrics.jsonl` in a run's folder has a
-line for each update, with every metric that has a value then; `run.metric_writers` names further writers. TensorBoard
-draws over updates (STEP) or seconds (RELATIVE); for a curve over tokens or episodes take `progress/tokens` or
-`progress/episodes` of the same lines as its axis.
+line for each update, with every metric that has a value then; `run.metric_writers` names further writers,
+also one of your own: [Metrics elsewhere](launching.md#metrics-elsewhere). TensorBoard draws over updates (STEP) or
+seconds (RELATIVE); for a curve over tokens or episodes take `progress/tokens` or `progress/episodes` of the same lines
+as its axis.
 
 ## Which to watch first
 
@@ -56,7 +57,7 @@ WATCH = (
     ),
     (
         ("value/explained_variance",),
-        "rises from 0, a constant guess, towards 1; with `algorithm.credit=gae` and `vtrace`",
+        "rises from 0, a constant guess, towards 1; with `gae`, `vtrace` and every other credit that fits values",
         "[the value head](algorithms.md#credit-algorithmcredit)",
     ),
     (

@@ -238,9 +238,12 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
     from impala_llm.observability.terminal import working
 
     if is_dry:
+        from impala_llm.checks.settings_cautions import settings_cautions
         from impala_llm.launch import dry_run
 
         print(dry_run(config, overrides), flush=True)  # and, beside it, what refuses the start
+        for caution in settings_cautions(config):  # which a run's learner says
+            print(f"impala-llm: {caution}", file=sys.stderr)
     with working("checking settings, model and host"):
         from impala_llm.commands.preflight import check_training
         from impala_llm.launch import BAD_SETTINGS, discard_lost_output, supervise

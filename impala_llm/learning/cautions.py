@@ -1,7 +1,11 @@
-"""Warnings about settings that are allowed and likely to fail; logged once, when the learner has its model."""
+"""Warnings about settings that are allowed and likely to fail; logged once, when the learner has its model.
+
+Those that need no model stand in checks/settings_cautions.py, and `--dry-run` says them too.
+"""
 
 import torch
 
+from impala_llm.checks.settings_cautions import settings_cautions
 from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.settings import Config
 
@@ -25,12 +29,7 @@ def cautions(config: Config, model: PolicyModel) -> list[str]:
             f"learner.learning_rate={rate:g} is likely to ruin {config.model.path}, which has {size / 1e6:.0f} million "
             f"parameters: set model=pretrained or learner.learning_rate=1e-6, or at most {limit:g}"
         )
-    if config.learner.epochs > 1 and not config.algorithm.loss.bounds_steps:
-        found.append(
-            f"learner.epochs={config.learner.epochs} with algorithm.loss={config.algorithm.loss.name}: this loss does "
-            "not bound how far several passes over a batch move the policy; take algorithm=ppo or "
-            "algorithm.loss=ppo_clip, or set learner.epochs=1"
-        )
+    found += settings_cautions(config)
     text = model.lm.config.get_text_config()
     heads = getattr(text, "num_attention_heads", 0)
     kv_heads = getattr(text, "num_key_value_heads", None) or heads

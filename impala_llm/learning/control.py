@@ -1,4 +1,4 @@
-"""Controllers of the training: the coefficient of the entropy bonus, the scale of rewards, the alarm of a collapse.
+"""Controllers of the training: the coefficient of the entropy bonus, the scale of rewards, the alarms.
 
 Invariant: all observe sums over all ranks and have the same state on every rank.
 """
@@ -17,6 +17,7 @@ _FIRST_UPDATES = 5
 _GOOD_SCORE = 0.9
 _WORTH_LOSING = 0.1
 _ALARM_INTERVAL_S = 60.0
+_IDLE_UPDATES = 5
 _ENOUGH_RETURNS = 64
 _FARTHEST_RETURN = 100.0
 _MOST_OUTLIERS = 1 / 8
@@ -134,6 +135,45 @@ def _range_of_most(returns: Sequence[float]) -> tuple[float, float]:
             return centre, farthest
         squares += distance * distance
     return centre, math.inf
+
+
+class IdleUpdates:
+    """Warns, once, where updates in a row have taught the policy nothing, as every token was rejected or clipped."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self._config = config
+        self._num_in_a_row = 0
+        self._warnings = RateLimitedWarnings(math.inf, on_terminal=True)
+
+    def observe(self, num_tokens: float, squares: float) -> None:
+        """Take in an update of all ranks.
+
+        Args:
+            num_tokens: action tokens, without those of episodes of advantage 0 that were not computed.
+            squares: sum of the squares of the weights that the loss gave them; what was rejected has weight 0.
+        """
+        if num_tokens == 0:  # groups of equals: advantage/zero_share
+            return
+        self._num_in_a_row = self._num_in_a_row + 1 if squares == 0 else 0
+        if self._num_in_a_row == _IDLE_UPDATES:
+            self._warnings.log(
+                "NOTHING IS LEARNED",
+                f"in {_IDLE_UPDATES} updates every action token was rejected, too old or clipped, and had no gradient "
+                f"(ratio/rejected_share, loss/clip_share): {' or '.join(self._remedies())}",
+            )
+
+    def _remedies(self) -> list[str]:
+        config, found = self._config, []
+        if config.reject != "none":
+            found.append(
+                f"widen the range of ratios that algorithm.reject={config.reject} keeps, "
+                f"algorithm.reject_low={config.reject_low:g} to algorithm.reject_high={config.reject_high:g},"
+            )
+        if config.probability_limit is not None:
+            found.append(f"raise algorithm.probability_limit={config.probability_limit:g},")
+        if config.max_staleness is not None:
+            found.append(f"raise algorithm.max_staleness={config.max_staleness},")
+        return [*found, f"check the bounds, and the returned weights, of algorithm.loss={config.loss.name}"]
 
 
 class CollapseAlarm:

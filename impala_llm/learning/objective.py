@@ -203,7 +203,7 @@ def objective(config: Config, model: PolicyModel, batch: PackedBatch, rows: Rows
     metrics += [
         *kl_metrics,
         *_loss_metrics(output),
-        *named("credit", worth.metrics),
+        *(credit_metrics(worth) if rows.at_start is None else ()),  # else those of the beginning count
         *_token_metrics(scored, worth.advantages, keep, batch),
     ]
     final_weights = output.weights * weights[batch.segment_ids[keep]]
@@ -341,6 +341,15 @@ def _value_loss(worth: Worth, weights: Tensor, denominators: Denominators) -> tu
 def named(part: str, metrics: Sequence[MetricValue]) -> list[MetricValue]:
     """Metrics of a credit or loss under their whole names: one without `/` is under that of the part."""
     return [(name if "/" in name else f"{part}/{name}", value, weight) for name, value, weight in metrics]
+
+
+def credit_metrics(worth: Worth) -> list[MetricValue]:
+    """Metrics of a credit under their whole names, and how well the values explain their targets."""
+    found = named("credit", worth.metrics)
+    if worth.values is None or worth.targets is None:
+        return found
+    spread = moments(worth.targets) + moments(worth.targets - worth.values)
+    return [*found, ("value/explained_variance", spread, float(len(worth.targets)))]
 
 
 def _loss_metrics(output: LossOutput) -> list[MetricValue]:

@@ -13,7 +13,7 @@ import torch
 
 from impala_llm.algorithms.interface import MetricValue, PackedBatch, parts_of
 from impala_llm.learning.mismatch import Comparison, MismatchMonitor, compare
-from impala_llm.learning.objective import AtStart, Rows, named, score
+from impala_llm.learning.objective import AtStart, Rows, credit_metrics, score
 from impala_llm.learning.own_parts import call_credit
 from impala_llm.learning.packing import TokenBudget
 from impala_llm.learning.policy.model import PolicyModel
@@ -91,7 +91,7 @@ class Survey:
             worth = call_credit(self._credit, found, micro, rows.prepared)
             comparison = compare(found.log_probs, micro, update.version, rows.is_own)
             values = AtStart.of(found.log_probs, worth, len(indices))
-            return indices, rows, values, named("credit", worth.metrics), comparison
+            return indices, rows, values, credit_metrics(worth), comparison
 
         moments, metrics = [0.0, 0.0, 0.0], list[MetricValue]()
         for indices, rows, values, measured, comparison in self._budget.in_micro_batches(

@@ -57,7 +57,7 @@ def reason_left_out(culprits: Sequence[Trajectory], version: int, algorithm: Alg
     first = culprits[0]
     others = f" and {len(culprits) - 1} more of the batch" if len(culprits) > 1 else ""
     earned = episode_return(first, algorithm.credit.discount)
-    by_loss = f"algorithm.loss={algorithm.loss.name}, since its rewards are finite"
+    by_loss = f"algorithm.loss={algorithm.loss.name}, since the episode's rewards are finite"
     check = by_loss if math.isfinite(earned) else "its rewards"
     return (
         f"episode {first.episode_id} (task {first.task_id} of {first.env}, by {first.actor_id}, return "

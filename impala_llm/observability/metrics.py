@@ -135,6 +135,7 @@ _DECLARED = (
         "policy part of the loss, with the penalty of algorithm.kl_coef, averaged as algorithm.aggregate says",
     ),
     ("loss/value", _MEAN, "value part before its coefficient, per predicted value"),
+    ("value/explained_variance", Aggregation.EXPLAINED, "1 - Var(target - value) / Var(target); 0 is a constant guess"),
     ("loss/entropy", _MEAN, "entropy of the target policy in nats, per action token"),
     (
         "loss/total",
@@ -293,7 +294,7 @@ _DECLARED = (
         " tokens; without episodes of advantage 0 that are not computed",
     ),
     ("buffer/refilled_groups", _SUM, "groups whose returns were all equal, dropped for others, since the last step"),
-    ("buffer/yielded_groups", _SUM, "groups used or dropped without members to come, as the trajectory store was full"),
+    ("buffer/yielded_groups", _SUM, "groups used or dropped incomplete, as the trajectory store was full"),
     ("buffer/replayed_share", _LAST, "share of the next batch that may have been used before"),
     ("buffer/reuse", _MEAN, "times that a trajectory of the batch has been sampled, this time included"),
     ("weights/publish_s", _MEAN, "seconds from the end of the step until the new version is announced"),

@@ -21,6 +21,7 @@ from impala_llm.algorithms.losses import (
     reference_penalty,
     truncated_is,
 )
+from impala_llm.algorithms.registry import LOSSES
 
 GENERATOR = torch.Generator().manual_seed(0)
 BEHAVIOUR = -torch.rand(200, generator=GENERATOR, dtype=torch.float64) * 3
@@ -347,3 +348,24 @@ def test_the_penalty_under_the_policy_has_the_gradient_of_its_divergence_from_th
     (expected,) = torch.autograd.grad(divergence, logits, retain_graph=True)
     (found,) = torch.autograd.grad((log_probs.exp().detach() * reference_penalty(log_probs, reference)).sum(), logits)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in LOSSES.items() if kind.__module__.startswith("impala_llm.")])
+def test_a_loss_has_no_gradient_where_the_advantage_is_0_if_it_says_so(name: str) -> None:
+    """All tokens of every third row have none."""
+    is_zero = ROW_IDS % 3 == 0
+    log_probs = LOG_PROBS.clone().requires_grad_()
+    versions = torch.zeros(200, dtype=torch.int64)
+    scored = Scored(log_probs, -LOG_PROBS, BEHAVIOUR, ROW_IDS, versions, 2, lambda indices: indices.double())
+    output = LOSSES[name]()(scored, torch.where(is_zero, 0.0, ADVANTAGES))
+    output.per_token.sum().backward()
+    assert log_probs.grad is not None and bool(log_probs.grad[~is_zero].any())
+    vanishes = not bool(log_probs.grad[is_zero].any())
+    assert LOSSES[name].vanishes_with_advantage == vanishes
+
+
+def test_a_loss_that_derives_from_another_says_for_itself_whether_it_vanishes_with_the_advantage() -> None:
+    class Own(DecoupledPPO):
+        pass
+
+    assert DecoupledPPO.vanishes_with_advantage and not Own.vanishes_with_advantage

@@ -7,7 +7,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from impala_llm.learning.control import CollapseAlarm, EntropyControl, RewardScale
+from impala_llm.learning.control import CollapseAlarm, EntropyControl, IdleUpdates, RewardScale
 from impala_llm.observability.metrics import METRICS
 from impala_llm.settings import AlgorithmConfig
 
@@ -192,3 +192,17 @@ def test_a_bonus_that_is_a_setting_is_not_taken_from_a_state() -> None:
     control = EntropyControl(AlgorithmConfig(entropy_coef=0.3))
     control.load_state_dict(saved.state_dict())
     assert control.coef == 0.3
+
+
+def test_updates_without_an_effect_are_named_with_what_rejects_their_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"reject": "token", "reject_low": 1.0, "reject_high": 1.0, "max_staleness": None}
+    idle = IdleUpdates(AlgorithmConfig(**settings))
+    for num_tokens, squares in [(9, 0), (9, 0), (9, 0), (9, 0), (9, 4), (0, 0), (9, 0), (9, 0), (9, 0), (9, 0), (0, 0)]:
+        idle.observe(num_tokens, squares)
+    assert not caplog.records, "five in a row; an update of groups of equals is none of them"
+    for _ in range(9):
+        idle.observe(9, 0)
+    [said] = caplog.records
+    for words in ("NOTHING IS LEARNED: in 5 updates", "algorithm.reject=token", "algorithm.reject_high=1,"):
+        assert words in said.getMessage()
+    assert "max_staleness" not in said.getMessage()

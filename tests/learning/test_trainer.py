@@ -397,3 +397,13 @@ def test_the_second_moment_is_that_of_all_tokens_of_an_optimizer_step_however_it
         largest_kept, smallest_masked = float(kept.max()), float(squares[is_masked].min())
         assert largest_kept < smallest_masked
         assert (float(kept.sum()) + smallest_masked) / (len(kept) + 1) > 0.5, "no more is left out than must be"
+
+
+def test_a_run_whose_settings_reject_every_token_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = make_config(GAE(), Reinforce(), reject="token", reject_low=1.0, reject_high=1.0, max_staleness=None)
+    trainer = Trainer(config, Ranks("cpu"), PolicyModel.from_pretrained(save_lm(tmp_path)))
+    for version in range(3, 10):
+        trainer.update(varied(), version, progress=0.0)
+        assert trainer.log.flush()["ratio/rejected_share"] == 1.0
+        assert ("NOTHING IS LEARNED" in caplog.text) == (version >= 7)
+    assert caplog.text.count("NOTHING IS LEARNED") == 1 and "algorithm.reject_low=1 to" in caplog.text

@@ -147,6 +147,31 @@ def test_what_is_said_of_the_critic_is_of_the_beginning_of_the_update_too(tmp_pa
 
 
 @dataclass
+class OwnCritic(Credit):
+    """Fits the value of each turn to its reward, which is its number in the episode."""
+
+    uses_values: ClassVar[bool] = True
+
+    def __call__(self, scored: Scored, batch: PackedBatch, prepared: torch.Tensor | None) -> Worth:
+        values = scored.values(batch.turn_value_positions)
+        targets = batch.turn_rewards
+        advantages = (targets - values.detach())[batch.turn_ids]
+        return Worth(advantages, values, targets, batch.turn_segment_ids, value_coef=0.5)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_critic_of_a_credit_of_one_s_own_is_measured_too(tmp_path: Path, epochs: int) -> None:
+    config = make_config(OwnCritic(name="mine:OwnCritic"), PPOClip(), max_staleness=None)
+    config.learner = LearnerConfig(warmup_updates=0, value_learning_rate=0.1, epochs=epochs)
+    trainer = Trainer(config, Ranks("cpu"), PolicyModel.from_pretrained(save_lm(tmp_path)))
+    found = []
+    for version in range(3, 9):
+        trainer.update(varied(), version, progress=0.0)
+        found.append(trainer.log.flush()["value/explained_variance"])
+    assert found[0] == pytest.approx(0.0, abs=0.05) and found[-1] > 0.1, "a new head is a constant guess"
+
+
+@dataclass
 class FewerEachTime(Credit):
     """Fits the values of fewer turns each time that it is called."""
 

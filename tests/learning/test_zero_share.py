@@ -1,15 +1,22 @@
 """Groups in which there is nothing to compare, and their metric."""
 
 import dataclasses
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from impala_llm.algorithms.advantages import episode_return, levelled_returns
+from impala_llm.algorithms.advantages import GroupRelative, episode_return, levelled_returns
+from impala_llm.algorithms.interface import LossOutput, Scored
+from impala_llm.algorithms.losses import Reinforce
 from impala_llm.learning.batch_source import Batch
+from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.ranks.parallel import Ranks
+from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
-from tests.learning.builders import make_trajectory, save_lm, trainer_with
+from tests.learning.builders import make_config, make_trajectory, save_lm, trainer_with
 from tests.learning.test_trainer import with_returns
 
 
@@ -81,3 +88,39 @@ def test_a_credit_that_compares_no_group_has_no_such_metric(tmp_path: Path) -> N
     rows = with_returns((0.0, 5.0), (0.0, 5.0))
     trainer.update(Batch(tuple(rows), (1.0,) * 2, (0, 0), 1.0), version=3, progress=0.0)
     assert "advantage/zero_share" not in trainer.log.flush()
+
+
+@dataclass
+class HeldNearMu(Reinforce):
+    """-A log π + (log π - log μ)²/2: a penalty of its own, with a gradient where A = 0 too."""
+
+    seen: list[int] = field(default_factory=list)
+    """Number of tokens of each call."""
+
+    def __call__(self, scored: Scored, advantages: torch.Tensor) -> LossOutput:
+        self.seen.append(len(advantages))
+        output = super().__call__(scored, advantages)
+        return output._replace(
+            per_token=output.per_token + (scored.log_probs - scored.behaviour_log_probs).square() / 2
+        )
+
+
+@dataclass
+class SaysThatItVanishes(HeldNearMu):
+    vanishes_with_advantage = True
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.03])
+@pytest.mark.parametrize(("kind", "num_computed"), [(HeldNearMu, 6), (SaysThatItVanishes, 3)])
+def test_a_loss_that_does_not_say_that_it_vanishes_with_the_advantage_gets_all_tokens(
+    tmp_path: Path, kind: type[HeldNearMu], num_computed: int, entropy_coef: float
+) -> None:
+    """Whatever the bonus is. The first group is one of equals."""
+    loss = kind(name="mine:Loss")
+    config = make_config(GroupRelative(), loss, max_staleness=None, entropy_coef=entropy_coef)
+    trainer = Trainer(config, Ranks("cpu"), PolicyModel.from_pretrained(save_lm(tmp_path)))
+    rows = with_returns((1.0, 0.0), (1.0, 0.0), (1.0, 0.0), (0.0, 5.0), (3.0, 0.0), (2.0, 3.5))
+    rows = [dataclasses.replace(t, group_id=number // 3) for number, t in enumerate(rows)]
+    trainer.update(Batch(tuple(rows), (1.0,) * 6, (0, 0, 0, 1, 1, 1), 1.0), version=3, progress=0.0)
+    num_tokens = (6 if entropy_coef else num_computed) * rows[0].num_action_tokens
+    assert sum(loss.seen) == num_tokens
