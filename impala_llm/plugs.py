@@ -14,6 +14,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -226,13 +227,13 @@ def _imported(path: str) -> Any:
 
 
 def choose(kind: PartKind, name: Any, values: Mapping[str, Any], words: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """Return the name of a part and the values of its options, from files and words.
+    """Return the name of a part and the values of its options, from files and words, for `make_options`.
 
     A word that chooses another part than the files do leaves their options behind: those were for theirs.
 
     Args:
         name: in the files.
-        values: options in the files.
+        values: options in the files, references to other settings resolved.
         words: `key=NAME` and `options_key.option=value`, see `read_word`.
 
     Raises:
@@ -258,7 +259,19 @@ def choose(kind: PartKind, name: Any, values: Mapping[str, Any], words: Sequence
             inner[last] = value
         if kind.base:  # whose parts have their name beside their options
             chosen = given.pop("name", chosen)
-    return "null" if chosen is None else str(chosen), given if chosen != name else _merged(values, given)
+    return "null" if chosen is None else str(chosen), given if chosen != name else _merged(escaped(values), given)
+
+
+def escaped(value: Any) -> Any:
+    """Return a value from which OmegaConf reads this one: in its texts `${` stands for itself, and refers to nothing.
+
+    Backslashes before it are doubled, as OmegaConf's grammar wants it.
+    """
+    if isinstance(value, Mapping):
+        return {key: escaped(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [escaped(inner) for inner in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def read_word(word: str) -> tuple[str, Any]:
@@ -295,7 +308,7 @@ def make_options(kind: PartKind, name: str, options: type | None, values: Mappin
     Args:
         name: of the part, for messages.
         options: their dataclass, which for a kind with `base` is the part; None where there are none.
-        values: by field.
+        values: by field, as OmegaConf reads them, see `escaped`.
 
     Returns:
         The dataclass; None where the part has no options.
@@ -354,8 +367,9 @@ def name_part(kind: PartKind, name: str, values: Mapping[str, Any], words: Seque
     parameters = parameters_of(part)
     own = [] if parameters is None else [each.name for each in fields(parameters)]
     others = {option: value for option, value in chosen.items() if option not in own} if takes_any(part) else {}
+    resolved: Any = OmegaConf.to_container(OmegaConf.create(others), resolve=True)
     named = make_options(kind, name, parameters, {k: v for k, v in chosen.items() if k not in others})
-    return name, {**({} if named is None else vars(named)), **others} or None
+    return name, {**({} if named is None else vars(named)), **resolved} or None
 
 
 def check_call(kind: PartKind, name: str, part: Any, *given: Any, **arguments: Any) -> None:
