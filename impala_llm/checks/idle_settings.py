@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
+from impala_llm.checks.own_problems import problems_of
 from impala_llm.plugs import read_word
 from impala_llm.settings import AgentConfig, Config, LearnerConfig, leaves, written
 
@@ -85,7 +86,8 @@ def _rules_of_learning(config: Config) -> list[_Rule]:
     usual = LearnerConfig()
     no_reward_kl = ", reward_kl_coef=0" if algorithm.credit.learns_from_rewards else ""
     no_reference = f"with algorithm.kl_coef=0{no_reward_kl} and algorithm.credit={algorithm.credit.name}"
-    may_reject = algorithm.credit.problems(replace(algorithm, reject="token")) == algorithm.credit.problems(algorithm)
+    rejecting = replace(algorithm, reject="token")
+    may_reject = problems_of(algorithm.credit, rejecting) == problems_of(algorithm.credit, algorithm)
     shares = ["learner.sharding=fsdp2"]
     if learner.tensor_parallel > 1:
         shares.append("learner.tensor_parallel=1")

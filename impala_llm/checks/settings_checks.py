@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from impala_llm.checks.idle_settings import idle_problems
 from impala_llm.checks.known_models import other_vocabulary, reasons_against, vocab_size
+from impala_llm.checks.own_problems import problems_of
 from impala_llm.hosts import (
     AUTHORISED,
     LEARNER_PUBLIC,
@@ -436,9 +437,9 @@ def _algorithm_problems(config: Config) -> list[str]:
             f"algorithm.recompute_behaviour={algorithm.recompute_behaviour} replaces: set algorithm.kl_coef in its "
             "place, or algorithm.recompute_behaviour=never"
         )
-    loss = algorithm.loss
+    credit, loss = algorithm.credit, algorithm.loss
     found += _step_problems(config)
-    return [*found, *algorithm.credit.problems(algorithm), *loss.problems_of_class(), *loss.problems(algorithm)]
+    return [*found, *problems_of(credit, algorithm), *loss.problems_of_class(), *problems_of(loss, algorithm)]
 
 
 def _step_problems(config: Config) -> list[str]:
