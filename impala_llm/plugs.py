@@ -186,7 +186,8 @@ def import_path(kind: PartKind, name: str) -> Any:
     if name in installed:
         return installed[name]
     names = [*kind.packaged, *(each for each in installed if each not in kind.packaged)]
-    close = difflib.get_close_matches(name, names, n=1)
+    lower = {each.lower(): each for each in names}
+    close = [lower[each] for each in difflib.get_close_matches(name.lower(), lower, n=1)]
     if not close and "." in name:
         close = [":".join(name.rsplit(".", 1))]
     hint = f"did you mean {close[0]}? " if close else ""
@@ -196,8 +197,18 @@ def import_path(kind: PartKind, name: str) -> Any:
 
 
 def installed_parts(kind: PartKind) -> dict[str, str]:
-    """Return the import paths that installed packages have given names of this kind."""
-    return {each.name: each.value for each in entry_points(group=kind.group)}
+    """Return the import paths that installed packages have given names of this kind, without their extras in []."""
+    return {each.name: "".join(each.value.partition("[")[0].split()) for each in entry_points(group=kind.group)}
+
+
+def short_name(kind: PartKind, name: str) -> str:
+    """Return the short name of the packaged part that a name of any sort leads to; any other name as it is.
+
+    Raises:
+        ValueError: there is no such part.
+    """
+    path = import_path(kind, name)
+    return next((short for short, part in kind.packaged.items() if part == path), name)
 
 
 def _imported(path: str) -> Any:
@@ -357,8 +368,8 @@ def name_part(kind: PartKind, name: str, values: Mapping[str, Any], words: Seque
         ValueError: see `load` and `make_options`.
     """
     name, chosen = choose(kind, name, values, words)
-    has_settings = import_path(kind, name) in {kind.packaged[each] for each in kind.settings}
-    part = None if has_settings else load(kind, name)
+    name = short_name(kind, name)  # what compares names shall know a packaged part under any of them
+    part = None if name in kind.settings else load(kind, name)
     options: Any = getattr(part, "Options", None)
     if options is not None and not (isinstance(options, type) and is_dataclass(options)):
         raise ValueError(f"{kind.key}={name} cannot be used: its class Options is no dataclass; make it one")

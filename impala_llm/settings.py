@@ -289,6 +289,11 @@ class CreditSettings:
         """Whether its advantages are the same whatever the rewards are divided by."""
         return False
 
+    @property
+    def ignores_turn_ratio(self) -> bool:
+        """Whether its option `turn_ratio` has no effect."""
+        return False
+
     def problems(self, algorithm: "AlgorithmConfig") -> list[str]:
         """Reasons why this credit cannot work with the other settings: sentences with key, value and fix."""
         return []

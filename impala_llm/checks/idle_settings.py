@@ -91,7 +91,6 @@ def _rules_of_learning(config: Config) -> list[_Rule]:
     shares = ["learner.sharding=fsdp2"]
     if learner.tensor_parallel > 1:
         shares.append("learner.tensor_parallel=1")
-    of_tokens = algorithm.credit.name == "vtrace" and getattr(algorithm.credit, "granularity", "") == "token"
     overlong = max(1, config.engine.max_length // 4)
     replayed = "replay.max_replayed_share=0.5" + (" and replay.max_replays=4" if replay.max_replays == 1 else "")
     return [
@@ -99,7 +98,7 @@ def _rules_of_learning(config: Config) -> list[_Rule]:
         (not algorithm.credit.uses_values, ["learner.value_learning_rate", "model.value_trunk_gradient"],
          Idle(f"with algorithm.credit={algorithm.credit.name}, which has no value head", "algorithm.credit=gae",
               is_refused=False)),
-        (of_tokens, ["algorithm.credit.turn_ratio"],
+        (algorithm.credit.ignores_turn_ratio, ["algorithm.credit.turn_ratio"],
          Idle("with algorithm.credit.granularity=token", "algorithm.credit.granularity=turn")),
         (not algorithm.uses_reference, ["algorithm.reference"], Idle(no_reference, "algorithm.kl_coef=0.05")),
         (algorithm.overlong_tokens is None, ["algorithm.overlong_penalty"],
