@@ -31,6 +31,7 @@ from impala_llm.hosts import (
     rank_endpoint,
     server_identity,
 )
+from impala_llm.plugs import METRIC_WRITERS, import_path
 from impala_llm.settings import (
     ASSETS,
     Config,
@@ -330,8 +331,15 @@ def _webshop_problems(config: Config) -> list[str]:
 
 
 def _run_problems(config: Config) -> list[str]:
-    """Names of the run and of its folder."""
+    """Names of the run, of its folder and of its metric writers."""
     found = []
+    paths = [import_path(METRIC_WRITERS, name) for name in config.run.metric_writers]
+    found += [
+        f"run.metric_writers={written(config.run.metric_writers)} names the writer {name} twice, and both would write "
+        "to the same folder: name it once"
+        for k, name in enumerate(config.run.metric_writers)
+        if paths[k] in paths[:k]
+    ]
     if not config.run.dir:
         found.append("run.dir= is empty: name a folder, which is made if it is missing")
     if not _RUN_NAME.fullmatch(config.run.name):
