@@ -4,12 +4,11 @@ Invariant: every `Config` has been checked. `load` composes it from configs/ and
 any process, socket or file exists, with sentences that name key, value and fix. No other module reads raw Hydra dicts.
 """
 
-import enum
 import gc
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +31,7 @@ from impala_llm.plugs import (
     METRIC_WRITERS,
     PartKind,
     check,
+    escaped,
     installed_parts,
     make_part,
     name_part,
@@ -39,7 +39,7 @@ from impala_llm.plugs import (
     parts_with,
 )
 from impala_llm.processes.cgroups import most_cores
-from impala_llm.settings import PACKAGE, AlgorithmConfig, Config, EngineConfig, EnvConfig, leaves, written
+from impala_llm.settings import PACKAGE, AlgorithmConfig, Config, EngineConfig, EnvConfig, leaves, plain, written
 
 _TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
 """Types as OmegaConf names them, in words."""
@@ -99,7 +99,6 @@ def load(overrides: Sequence[str] = ()) -> Config:
             raw = compose("config", overrides=words)
             if "experiment=file" in words:
                 _leave_options_behind(raw, words)
-        OmegaConf.resolve(raw)
         composed = OmegaConf.to_object(raw)
     except ConfigError:
         raise
@@ -124,8 +123,7 @@ def load(overrides: Sequence[str] = ()) -> Config:
     config = Config(**(vars(composed) | parts))
     for section in (config.run, config.sft, config.demonstrations):
         section.dir = os.path.expanduser(section.dir)
-    reasons = problems(config, overrides)
-    if reasons:
+    if reasons := problems(config, overrides):
         raise ConfigError.of(reasons)
     return config
 
@@ -249,7 +247,7 @@ def _with_presets(file: DictConfig, overrides: Sequence[str]) -> DictConfig:
         settings = {key: value for key, value in settings.items() if key not in dropped} | chosen
     nested: dict[str, Any] = {}
     for key, value in settings.items():
-        *sections, last = key.split(".")
+        *sections, last = key.split(".", 2)  # the name of an option may have dots
         inner = nested
         for section in sections:
             inner = inner.setdefault(section, {})
@@ -265,9 +263,10 @@ def _presets(group: str) -> dict[str, dict[str, Any]]:
 
 
 def _flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Full key and value of each setting."""
+    """Full key and value of each setting. Of an option of a part the value is a whole, also where it is a mapping."""
+    is_part = prefix in {f"{kind.options_key}." for kind in (*algorithm_parts().values(), ENVIRONMENTS, ENGINES)}
     for key, value in settings.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and not is_part:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
@@ -347,20 +346,12 @@ def config_folder() -> Path:
 
 
 def to_yaml(config: Config, only_in_force: bool = False) -> str:
-    """The resolved configuration as YAML; with `only_in_force` without what has no effect in `train`."""
-    settings = plain(OmegaConf.to_container(OmegaConf.structured(config)))
+    """The configuration as YAML that `load` reads; with `only_in_force` without what has no effect in `train`."""
+    settings = escaped(plain(asdict(config)))
+    for section, usual in vars(Config()).items():
+        if "dir" in vars(usual) and getattr(config, section).dir == usual.dir:
+            settings[section]["dir"] = usual.dir  # it follows the run.name of whoever reads it
     return OmegaConf.to_yaml(OmegaConf.create(in_force(settings, config) if only_in_force else settings))
-
-
-def plain(value: Any) -> Any:
-    """A value as YAML and JSON have it: of an enumeration the name, of a path the text."""
-    if isinstance(value, Mapping):
-        return {key: plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
-    if isinstance(value, enum.Enum):
-        return value.name
-    return str(value) if isinstance(value, os.PathLike) else value
 
 
 def num_cores() -> int:

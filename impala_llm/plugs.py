@@ -14,6 +14,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -185,7 +186,8 @@ def import_path(kind: PartKind, name: str) -> Any:
     if name in installed:
         return installed[name]
     names = [*kind.packaged, *(each for each in installed if each not in kind.packaged)]
-    close = difflib.get_close_matches(name, names, n=1)
+    lower = {each.lower(): each for each in names}
+    close = [lower[each] for each in difflib.get_close_matches(name.lower(), lower, n=1)]
     if not close and "." in name:
         close = [":".join(name.rsplit(".", 1))]
     hint = f"did you mean {close[0]}? " if close else ""
@@ -195,8 +197,18 @@ def import_path(kind: PartKind, name: str) -> Any:
 
 
 def installed_parts(kind: PartKind) -> dict[str, str]:
-    """Return the import paths that installed packages have given names of this kind."""
-    return {each.name: each.value for each in entry_points(group=kind.group)}
+    """Return the import paths that installed packages have given names of this kind, without their extras in []."""
+    return {each.name: "".join(each.value.partition("[")[0].split()) for each in entry_points(group=kind.group)}
+
+
+def short_name(kind: PartKind, name: str) -> str:
+    """Return the short name of the packaged part that a name of any sort leads to; any other name as it is.
+
+    Raises:
+        ValueError: there is no such part.
+    """
+    path = import_path(kind, name)
+    return next((short for short, part in kind.packaged.items() if part == path), name)
 
 
 def _imported(path: str) -> Any:
@@ -226,13 +238,13 @@ def _imported(path: str) -> Any:
 
 
 def choose(kind: PartKind, name: Any, values: Mapping[str, Any], words: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """Return the name of a part and the values of its options, from files and words.
+    """Return the name of a part and the values of its options, from files and words, for `make_options`.
 
     A word that chooses another part than the files do leaves their options behind: those were for theirs.
 
     Args:
         name: in the files.
-        values: options in the files.
+        values: options in the files, references to other settings resolved.
         words: `key=NAME` and `options_key.option=value`, see `read_word`.
 
     Raises:
@@ -258,7 +270,19 @@ def choose(kind: PartKind, name: Any, values: Mapping[str, Any], words: Sequence
             inner[last] = value
         if kind.base:  # whose parts have their name beside their options
             chosen = given.pop("name", chosen)
-    return "null" if chosen is None else str(chosen), given if chosen != name else _merged(values, given)
+    return "null" if chosen is None else str(chosen), given if chosen != name else _merged(escaped(values), given)
+
+
+def escaped(value: Any) -> Any:
+    """Return a value from which OmegaConf reads this one: in its texts `${` stands for itself, and refers to nothing.
+
+    Backslashes before it are doubled, as OmegaConf's grammar wants it.
+    """
+    if isinstance(value, Mapping):
+        return {key: escaped(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [escaped(inner) for inner in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def read_word(word: str) -> tuple[str, Any]:
@@ -295,7 +319,7 @@ def make_options(kind: PartKind, name: str, options: type | None, values: Mappin
     Args:
         name: of the part, for messages.
         options: their dataclass, which for a kind with `base` is the part; None where there are none.
-        values: by field.
+        values: by field, as OmegaConf reads them, see `escaped`.
 
     Returns:
         The dataclass; None where the part has no options.
@@ -344,8 +368,8 @@ def name_part(kind: PartKind, name: str, values: Mapping[str, Any], words: Seque
         ValueError: see `load` and `make_options`.
     """
     name, chosen = choose(kind, name, values, words)
-    has_settings = import_path(kind, name) in {kind.packaged[each] for each in kind.settings}
-    part = None if has_settings else load(kind, name)
+    name = short_name(kind, name)  # what compares names shall know a packaged part under any of them
+    part = None if name in kind.settings else load(kind, name)
     options: Any = getattr(part, "Options", None)
     if options is not None and not (isinstance(options, type) and is_dataclass(options)):
         raise ValueError(f"{kind.key}={name} cannot be used: its class Options is no dataclass; make it one")
@@ -354,8 +378,9 @@ def name_part(kind: PartKind, name: str, values: Mapping[str, Any], words: Seque
     parameters = parameters_of(part)
     own = [] if parameters is None else [each.name for each in fields(parameters)]
     others = {option: value for option, value in chosen.items() if option not in own} if takes_any(part) else {}
+    resolved: Any = OmegaConf.to_container(OmegaConf.create(others), resolve=True)
     named = make_options(kind, name, parameters, {k: v for k, v in chosen.items() if k not in others})
-    return name, {**({} if named is None else vars(named)), **others} or None
+    return name, {**({} if named is None else vars(named)), **resolved} or None
 
 
 def check_call(kind: PartKind, name: str, part: Any, *given: Any, **arguments: Any) -> None:

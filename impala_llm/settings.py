@@ -5,6 +5,7 @@ A long file, since whoever looks for a setting should have one to look in.
 Invariant: nothing here looks at another setting, or at more of the machine than whether a file is there.
 """
 
+import enum
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -286,6 +287,11 @@ class CreditSettings:
     @property
     def ignores_scale(self) -> bool:
         """Whether its advantages are the same whatever the rewards are divided by."""
+        return False
+
+    @property
+    def ignores_turn_ratio(self) -> bool:
+        """Whether its option `turn_ratio` has no effect."""
         return False
 
     def problems(self, algorithm: "AlgorithmConfig") -> list[str]:
@@ -736,6 +742,17 @@ def written(value: object) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(written, value))}]"
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+
+
+def plain(value: Any) -> Any:
+    """A value as YAML and JSON have it: of an enumeration the name, of a path the text."""
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if isinstance(value, enum.Enum):
+        return value.name
+    return str(value) if isinstance(value, os.PathLike) else value
 
 
 def leaves(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:

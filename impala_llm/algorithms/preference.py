@@ -14,6 +14,7 @@ from torch.nn.functional import logsigmoid
 from impala_llm.algorithms.advantages import EpisodeCredit, levelled
 from impala_llm.algorithms.checks import require_positive, require_same_floats
 from impala_llm.algorithms.interface import Episodes, Prepared, credit
+from impala_llm.algorithms.losses import Reinforce
 from impala_llm.settings import AlgorithmConfig, bounded
 
 
@@ -181,7 +182,7 @@ class Preference(EpisodeCredit):
                 f"algorithm.aggregate={algorithm.aggregate} does not go with algorithm.credit={self.name}, whose pairs "
                 "are compared as wholes: set algorithm.aggregate=sequence_mean_token_sum"
             )
-        if algorithm.loss.name != "reinforce":
+        if not isinstance(algorithm.loss, Reinforce):
             found.append(
                 f"algorithm.loss={algorithm.loss.name} does not go with algorithm.credit={self.name}, whose advantages "
                 "are the gradient of DPO already: set algorithm.loss=reinforce, or algorithm=dpo for both"

@@ -378,6 +378,10 @@ class VTrace(ValueCredit):
     dead_band: float = bounded(0.0, 0)
     """Token log-ratios smaller than this count as 0 in the recursion."""
 
+    @property
+    def ignores_turn_ratio(self) -> bool:
+        return self.granularity == "token"
+
     def targets(self, scored: Scored, steps: Steps) -> tuple[Tensor, TurnVTraceOutput]:
         rules = (self.discount, self.rho_bar, self.c_bar, self.lam)
         if self.granularity == "token":

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
+from impala_llm.checks.own_problems import problems_of
 from impala_llm.plugs import read_word
 from impala_llm.settings import AgentConfig, Config, LearnerConfig, leaves, written
 
@@ -85,11 +86,11 @@ def _rules_of_learning(config: Config) -> list[_Rule]:
     usual = LearnerConfig()
     no_reward_kl = ", reward_kl_coef=0" if algorithm.credit.learns_from_rewards else ""
     no_reference = f"with algorithm.kl_coef=0{no_reward_kl} and algorithm.credit={algorithm.credit.name}"
-    may_reject = algorithm.credit.problems(replace(algorithm, reject="token")) == algorithm.credit.problems(algorithm)
+    rejecting = replace(algorithm, reject="token")
+    may_reject = problems_of(algorithm.credit, rejecting) == problems_of(algorithm.credit, algorithm)
     shares = ["learner.sharding=fsdp2"]
     if learner.tensor_parallel > 1:
         shares.append("learner.tensor_parallel=1")
-    of_tokens = algorithm.credit.name == "vtrace" and getattr(algorithm.credit, "granularity", "") == "token"
     overlong = max(1, config.engine.max_length // 4)
     replayed = "replay.max_replayed_share=0.5" + (" and replay.max_replays=4" if replay.max_replays == 1 else "")
     return [
@@ -97,7 +98,7 @@ def _rules_of_learning(config: Config) -> list[_Rule]:
         (not algorithm.credit.uses_values, ["learner.value_learning_rate", "model.value_trunk_gradient"],
          Idle(f"with algorithm.credit={algorithm.credit.name}, which has no value head", "algorithm.credit=gae",
               is_refused=False)),
-        (of_tokens, ["algorithm.credit.turn_ratio"],
+        (algorithm.credit.ignores_turn_ratio, ["algorithm.credit.turn_ratio"],
          Idle("with algorithm.credit.granularity=token", "algorithm.credit.granularity=turn")),
         (not algorithm.uses_reference, ["algorithm.reference"], Idle(no_reference, "algorithm.kl_coef=0.05")),
         (algorithm.overlong_tokens is None, ["algorithm.overlong_penalty"],

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from impala_llm.checks.idle_settings import idle_problems
 from impala_llm.checks.known_models import other_vocabulary, reasons_against, vocab_size
+from impala_llm.checks.own_problems import problems_of
 from impala_llm.hosts import (
     AUTHORISED,
     LEARNER_PUBLIC,
@@ -30,6 +31,7 @@ from impala_llm.hosts import (
     rank_endpoint,
     server_identity,
 )
+from impala_llm.plugs import METRIC_WRITERS, import_path
 from impala_llm.settings import (
     ASSETS,
     Config,
@@ -329,8 +331,15 @@ def _webshop_problems(config: Config) -> list[str]:
 
 
 def _run_problems(config: Config) -> list[str]:
-    """Names of the run and of its folder."""
+    """Names of the run, of its folder and of its metric writers."""
     found = []
+    paths = [import_path(METRIC_WRITERS, name) for name in config.run.metric_writers]
+    found += [
+        f"run.metric_writers={written(config.run.metric_writers)} names the writer {name} twice, and both would write "
+        "to the same folder: name it once"
+        for k, name in enumerate(config.run.metric_writers)
+        if paths[k] in paths[:k]
+    ]
     if not config.run.dir:
         found.append("run.dir= is empty: name a folder, which is made if it is missing")
     if not _RUN_NAME.fullmatch(config.run.name):
@@ -436,9 +445,9 @@ def _algorithm_problems(config: Config) -> list[str]:
             f"algorithm.recompute_behaviour={algorithm.recompute_behaviour} replaces: set algorithm.kl_coef in its "
             "place, or algorithm.recompute_behaviour=never"
         )
-    loss = algorithm.loss
+    credit, loss = algorithm.credit, algorithm.loss
     found += _step_problems(config)
-    return [*found, *algorithm.credit.problems(algorithm), *loss.problems_of_class(), *loss.problems(algorithm)]
+    return [*found, *problems_of(credit, algorithm), *loss.problems_of_class(), *problems_of(loss, algorithm)]
 
 
 def _step_problems(config: Config) -> list[str]:

@@ -33,6 +33,7 @@ from typing import Protocol
 from impala_llm.config import ConfigError
 from impala_llm.observability.metrics import describe
 from impala_llm.plugs import METRIC_WRITERS, load
+from impala_llm.processes.stop_signals import ToldToStop
 from impala_llm.processes.supervised import say
 
 METRICS_FILE = "metrics.jsonl"
@@ -53,7 +54,7 @@ class Writer(Protocol):
         """
 
     def close(self) -> None:
-        """Write what is left. Called once, at the end of training."""
+        """Write what is left. Called once: at the end of training, or where another method has failed."""
 
 
 class _JsonLines:
@@ -129,41 +130,32 @@ class MetricWriter:
         self._retry(step)
         now = time.time()
         for name, writer in list(self._writers.items()):
-            try:
-                writer.write(step, dict(metrics), now)  # a copy: it may change it
-            except Exception as error:  # a writer is other people's code
+            error = _error_of(writer, "write", step, dict(metrics), now)  # a copy: it may change it
+            if error is not None:
                 self._leave_out(name, f"at step {step}", error)
-            else:
-                if name in self._made_anew:
-                    self._made_anew.remove(name)
-                    self._is_full_said = False
-                    say(f"metric writer {name} writes again, from step {step} on")
+            elif name in self._made_anew:
+                self._made_anew.remove(name)
+                self._is_full_said = False
+                say(f"metric writer {name} writes again, from step {step} on")
 
     def write_text(self, name: str, text: str) -> None:
         """Hand a text to the writers that take texts. One that fails is left out from then on."""
         for key, writer in list(self._writers.items()):
-            try:
-                if hasattr(writer, "write_text"):
-                    writer.write_text(name, text)
-            except Exception as error:  # a writer is other people's code
+            if (error := _error_of(writer, "write_text", name, text)) is not None:
                 self._leave_out(key, f"at the text {name!r}", error)
 
     def close(self) -> None:
         for name, writer in self._writers.items():
-            try:
-                writer.close()
-            except Exception as error:  # a writer is other people's code
+            if (error := _error_of(writer, "close")) is not None:
                 say(f"metric writer {name} could not be closed: {type(error).__name__}: {error}")
 
     def _leave_out(self, name: str, when: str, error: BaseException) -> None:
         """Leave out a writer that has failed, and warn of it; of a full disk once for all writers."""
-        failed = self._writers.pop(name, None)
+        if (failed := self._writers.pop(name, None)) is not None:
+            _error_of(failed, "close")  # that it fails too is no news
         if not is_disk_full(error):
             say(f"metric writer {name} failed {when} and is left out: {type(error).__name__}: {error}")
             return
-        if failed is not None:
-            with contextlib.suppress(Exception):  # what it holds back finds no room either
-                failed.close()
         self._retries[name] = time.monotonic() + self._retry_s
         if not self._is_full_said:
             self._is_full_said = True
@@ -243,6 +235,21 @@ def is_disk_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
+def _error_of(writer: Writer, method: str, *arguments: object) -> BaseException | None:
+    """Call a method of a writer, if it has it, and return the error; None where there is none.
+
+    A writer is other people's code, and may raise SystemExit too. Signals to this process come through.
+    """
+    try:
+        if hasattr(writer, method):
+            getattr(writer, method)(*arguments)
+    except (KeyboardInterrupt, ToldToStop):
+        raise
+    except BaseException as error:
+        return error
+    return None
+
+
 def _made(name: str, directory: Path) -> Writer:
     """The writer of a name."""
     if name == METRICS_FILE:
@@ -252,7 +259,9 @@ def _made(name: str, directory: Path) -> Writer:
         if not callable(getattr(writer, "write", None)):
             raise TypeError("it has no method write")
         return writer
-    except Exception as error:  # a writer is other people's code
+    except (KeyboardInterrupt, ToldToStop):
+        raise
+    except BaseException as error:  # a writer is other people's code, and may call sys.exit()
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"run.metric_writers: {name} cannot be made: {type(error).__name__}: {reason}: correct it or leave it out"

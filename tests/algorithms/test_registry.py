@@ -54,6 +54,26 @@ class Flagged(MyLoss):
 class NoLoss:
     pass
 
+@dataclass
+class Raising(MyLoss):
+    def problems(self, algorithm):
+        return [algorithm.no_such_setting]
+
+@dataclass
+class Silent(MyLoss):
+    def problems(self, algorithm):
+        pass
+
+@dataclass
+class Worded(PlainReturn):
+    def problems(self, algorithm):
+        return "bad idea"
+
+@dataclass
+class Sentences(PlainReturn):
+    def problems(self, algorithm):
+        return ("one sentence", "another one")
+
 class Undecorated(MyLoss):
     margin: float = 0.5
 
@@ -203,6 +223,9 @@ def test_a_name_alone_and_a_name_with_options_are_settings_of_files_and_words(tm
             ["algorithm=topr", "algorithm.loss.clip_hgh=0.3"],
             ["algorithm.loss.clip_hgh=0.3", "cispo", "ppo_clip have algorithm.loss.clip_high", "choose one of these"],
         ),
+        (["algorithm.loss=PPO_CLIP"], ["algorithm.loss=PPO_CLIP", "did you mean ppo_clip?"]),
+        (["algorithm.credit=GAE"], ["algorithm.credit=GAE", "did you mean gae?"]),
+        (["engine.name=SGLang"], ["engine.name=SGLang", "did you mean sglang?"]),
         (["algorithm.loss=mine.A"], ["algorithm.loss=mine.A", "did you mean mine:A"]),
         (["algorithm.credit.rho_bar=1"], ["algorithm.credit.rho_bar=1", "algorithm.credit=gae", "vtrace"]),
         (["algorithm.loss=reinforce", "algorithm.loss.foo=1"], ["algorithm.loss.foo=1", "no options"]),
@@ -234,6 +257,22 @@ def test_a_name_alone_and_a_name_with_options_are_settings_of_files_and_words(tm
             ["algorithm.credit=vtrace", "algorithm.credit.granularity=token", "algorithm.credit.turn_ratio=product"],
             ["algorithm.credit.turn_ratio=product", "algorithm.credit.granularity=turn"],
         ),
+        (
+            ["algorithm.loss=my_parts:Raising"],
+            [
+                "algorithm.loss=my_parts:Raising cannot be used: its problems() raised",
+                "no_such_setting",
+                "my_parts.py:",
+            ],
+        ),
+        (
+            ["algorithm.loss=my_parts:Silent"],
+            ["algorithm.loss=my_parts:Silent cannot be used: its problems() returned None", "list of sentences"],
+        ),
+        (
+            ["algorithm.credit=my_parts:Worded"],
+            ["algorithm.credit=my_parts:Worded cannot be used: its problems() returned 'bad idea'", "list of"],
+        ),
         (["algorithm.loss=my_parts:Unasked"], ["class Unasked", "derive it from", "interface.BatchLoss"]),
         (["algorithm.loss=my_parts:Flagged"], ["class Flagged", "derive it from", "interface.BatchLoss"]),
         (["algorithm.loss=my_parts:MyLoss", "algorithm.loss.limit=0"], ["algorithm.loss.limit=0", "at least 1"]),
@@ -246,6 +285,11 @@ def test_what_cannot_be_chosen_is_refused_with_what_can(own: Path, words: list[s
     assert len(str(caught.value).splitlines()) == 1
     for word in said:
         assert word in str(caught.value)
+
+
+def test_problems_of_a_part_of_the_users_own_are_told_one_by_one(own: Path) -> None:
+    with pytest.raises(ConfigError, match="^one sentence\nanother one$"):
+        load(["model=scratch", "algorithm.credit=my_parts:Sentences"])
 
 
 @pytest.mark.system

@@ -54,6 +54,50 @@ def test_a_scale_of_rewards_is_refused_where_advantages_have_none(words: list[st
     load(["experiment=toy", "algorithm=topr", "algorithm.normalize_reward=true"])
 
 
+OWN = """
+from dataclasses import dataclass
+from impala_llm.algorithms.losses import Reinforce
+from impala_llm.algorithms.vtrace import VTrace
+
+@dataclass
+class MyVTrace(VTrace):
+    pass
+
+@dataclass
+class MyReinforce(Reinforce):
+    pass
+"""
+
+
+@pytest.fixture
+def own(user_folder: Path) -> None:
+    """A module of the user's own, with parts that derive from packaged ones."""
+    (user_folder / "mine.py").write_text(OWN)
+
+
+@pytest.mark.parametrize("name", ["vtrace", "impala_llm.algorithms.vtrace:VTrace", "mine:MyVTrace"])
+def test_an_option_without_effect_is_refused_under_every_name_of_a_credit(own: None, name: str) -> None:
+    words = ["model=scratch", f"algorithm.credit={name}", "algorithm.credit.turn_ratio=product"]
+    assert load(words)
+    with pytest.raises(
+        ConfigError, match=r"turn_ratio=product has no effect with algorithm\.credit\.granularity=token"
+    ):
+        load([*words, *BY_TOKEN])
+
+
+@pytest.mark.parametrize("name", ["reinforce", "impala_llm.algorithms.losses:Reinforce", "mine:MyReinforce"])
+def test_a_loss_is_what_it_is_under_every_name(own: None, name: str) -> None:
+    assert load(["model=scratch", "algorithm=dpo", f"algorithm.loss={name}"])
+
+
+@pytest.mark.parametrize("name", ["impala_llm.engines:sglang_engine", "sglang"])
+def test_settings_of_an_engine_go_with_every_name_of_it(name: str) -> None:
+    words = ["model=scratch", f"engine.name={name}"]
+    assert load([*words, "engine.memory_fraction=0.5"]).engine.memory_fraction == 0.5
+    with pytest.raises(ConfigError, match=r"engine\.urls has 'nowhere'"):
+        load([*words, "engine.urls=[nowhere]"])
+
+
 @pytest.mark.parametrize(
     ("word", "said"),
     [

@@ -252,13 +252,23 @@ def test_an_installed_package_gives_it_a_short_name(own: Path, monkeypatch: pyte
     info = own / "next_letter-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: next-letter\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[impala_llm.envs]\nnext-letter = my_env:NextLetter\n")
+    shop = "impala_llm.envs.webshop.suite:suite_from_config"
+    points = f"next-letter = my_env:NextLetter\nwith-extras = my_env : NextLetter [fast]\nwebshop2 = {shop}\n"
+    (info / "entry_points.txt").write_text(f"[impala_llm.envs]\n{points}")
     monkeypatch.syspath_prepend(own)
     config = load(["model=scratch", "env=next-letter", "env.args.num_turns=5"])
     assert config == load(["model=scratch", "env.name=next-letter", "env.args.num_turns=5"])
     assert make_suite(config.env).name == "next-letter" and config.env.args.num_turns == 5
     with pytest.raises(ConfigError, match="did you mean next-letter"):
         load(["model=scratch", "env.name=next-leter"])
+    assert make_suite(load(["model=scratch", "env=with-extras"]).env).name == "next-letter"
+    for name in ("webshop2", shop):
+        products = ["env.webshop.num_products=100", "env.webshop.results_per_page=9"]
+        assert load(["model=scratch", f"env={name}", *products]).env == load(["model=scratch", *products]).env
+        with pytest.raises(ConfigError, match=r"env\.args\.size=3 is no option .* env\.webshop\.\*"):
+            load(["model=scratch", f"env={name}", "env.args.size=3"])
+        mixture = f"env.args.parts={{a: {{name: '{name}', args: {{num_products: 100}}}}, b: {{name: parrot}}}}"
+        assert len(make_suite(load(["model=scratch", "env=mixture", mixture]).env).suites) == 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.system

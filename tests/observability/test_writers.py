@@ -14,6 +14,7 @@ from impala_llm.config import ConfigError, load
 from impala_llm.evaluate import Result, write_comparison
 from impala_llm.observability.metrics import MetricError
 from impala_llm.observability.writers import METRICS_FILE, MetricWriter, last_metrics
+from impala_llm.processes.stop_signals import ToldToStop
 from tests.helpers import events_of
 
 
@@ -140,6 +141,44 @@ class InPercent(Named):
     def write(self, step, metrics, time_s):
         metrics["rollout/score"] *= 100
 
+class Buffered(Scores):
+    def __init__(self, directory):
+        self.file = open(directory / "scores.txt", "a")
+
+    def write(self, step, metrics, time_s):
+        print(step, file=self.file)
+        if step == 2:
+            raise ValueError("no number")
+
+class Exiting(Scores):
+    def write(self, step, metrics, time_s):
+        raise SystemExit(3)
+
+class ExitingAtItsEnd(Scores):
+    def close(self):
+        raise SystemExit(3)
+
+class ExitingAtAText(Scores):
+    def write_text(self, name, text):
+        raise SystemExit(3)
+
+class ExitingAtOnce(Scores):
+    def __init__(self, directory):
+        raise SystemExit("no key")
+
+class Stopped(Scores):
+    def write(self, step, metrics, time_s):
+        from impala_llm.processes.stop_signals import ToldToStop
+        raise ToldToStop(15)
+
+class Interrupted(Scores):
+    def write(self, step, metrics, time_s):
+        raise KeyboardInterrupt
+
+class Empty(Buffered):
+    def __len__(self):
+        return 0
+
 class Timeless(Scores):
     def write(self, step, metrics):
         pass
@@ -194,9 +233,41 @@ def test_a_writer_that_fails_is_named_and_left_out(own: Path, capfd: pytest.Capt
     said = "".join(capfd.readouterr())
     assert said.count("metric writer my_writers:Full failed at step 1") == 1 and "no space" in said
     assert [line["step"] for line in read_lines(own)] == [1, 2]
-    assert (own / "scores.txt").read_text() == ""
+    assert (own / "scores.txt").read_text() == "closed\n"
     events = events_of(own)
     assert set(events.Tags()["scalars"]) == {"loss/policy", "rollout/score"}
+
+
+@pytest.mark.parametrize("name", ["Buffered", "Empty"])
+def test_a_writer_that_is_left_out_is_closed_once_with_the_lines_that_it_has(own: Path, name: str) -> None:
+    with MetricWriter(own, [f"my_writers:{name}"]) as writer:
+        for step in (1, 2, 3):
+            writer.write(step, {"rollout/score": 0.5})
+    assert (own / "scores.txt").read_text() == "1\n2\nclosed\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Exiting", "failed at step 1 and is left out: SystemExit: 3"),
+        ("ExitingAtAText", "failed at the text 'settings' and is left out: SystemExit: 3"),
+        ("ExitingAtItsEnd", "could not be closed: SystemExit: 3"),
+    ],
+)
+def test_a_writer_that_exits_ends_no_training(
+    own: Path, capfd: pytest.CaptureFixture[str], name: str, said: str
+) -> None:
+    with MetricWriter(own, [f"my_writers:{name}", "my_writers:Named"]) as writer:
+        writer.write_text("settings", "learner: {}")
+        writer.write(1, {"evaluation/before_score": 0.5, "evaluation/after_score": 0.5})
+    assert f"metric writer my_writers:{name} {said}" in "".join(capfd.readouterr())
+    assert (own / "names.txt").read_text() == "1 0.5 0.5\n" and len(read_lines(own)) == 1
+
+
+@pytest.mark.parametrize(("name", "signal"), [("Stopped", ToldToStop), ("Interrupted", KeyboardInterrupt)])
+def test_a_signal_while_a_writer_writes_comes_through(own: Path, name: str, signal: type[BaseException]) -> None:
+    with MetricWriter(own, [f"my_writers:{name}"]) as writer, pytest.raises(signal):
+        writer.write(1, {"rollout/score": 0.5})
 
 
 def test_a_full_disk_is_named_once_and_stops_no_training(own: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -260,6 +331,8 @@ def test_a_disk_that_stays_full_is_named_once_and_again_when_it_fills_again(
 def test_a_writer_that_cannot_be_made_is_named(own: Path) -> None:
     with pytest.raises(ConfigError, match="my_writers:LoggedOut cannot be made: RuntimeError: log in first"):
         MetricWriter(own, ["my_writers:LoggedOut"])
+    with pytest.raises(ConfigError, match="my_writers:ExitingAtOnce cannot be made: SystemExit: no key"):
+        MetricWriter(own, ["my_writers:ExitingAtOnce"])
 
 
 @pytest.mark.parametrize(
@@ -268,6 +341,11 @@ def test_a_writer_that_cannot_be_made_is_named(own: Path) -> None:
         ("[tensorbord]", ["run.metric_writers=tensorbord is not known", "did you mean tensorboard?", "module:Class"]),
         ("[tensorboard,nowhere:Writer]", ["run.metric_writers=nowhere:Writer", "PYTHONPATH"]),
         ("['my_writers:Timeless']", ["its write takes (step, metrics), and is called with (step, metrics, time_s)"]),
+        ("['my_writers:Full','my_writers:Full']", ["names the writer my_writers:Full twice", "name it once"]),
+        (
+            "[tensorboard,'impala_llm.observability.tensorboard:TensorBoardWriter']",
+            ["names the writer impala_llm.observability.tensorboard:TensorBoardWriter twice"],
+        ),
         ("['my_writers:Score']", ["run.metric_writers=my_writers:Score", "my_writers has no Score"]),
     ],
 )

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from impala_llm.checks.idle_settings import in_force
-from impala_llm.config import ConfigError, plain
+from impala_llm.config import ConfigError
 from impala_llm.learning.checkpoints.files import FOLDER, NEW, RESERVED, CheckpointManifest, VersionMark, newest_whole
 from impala_llm.learning.checkpoints.folder_owner import RUN_FIX, wait_for_owner
 from impala_llm.learning.checkpoints.kept_settings import keep_settings
@@ -30,7 +30,7 @@ from impala_llm.pipeline.shm.run_directory import (
 )
 from impala_llm.pipeline.shm.store_header import settings_of
 from impala_llm.processes.supervised import LOST_OWNER, SUPERVISED
-from impala_llm.settings import Config, holds_run, leaves, model_directory, written
+from impala_llm.settings import Config, holds_run, leaves, model_directory, plain, written
 from impala_llm.writable_folders import try_to_write, writing_to
 
 _MUST_AGREE = (
