@@ -33,7 +33,7 @@ from impala_llm.learning.objective import (
     score,
 )
 from impala_llm.learning.optim import Optimizer
-from impala_llm.learning.own_parts import call_batch_limit, call_prepare
+from impala_llm.learning.own_parts import call_batch_limit, call_prepare, is_ours
 from impala_llm.learning.packing import TokenBudget, memory_of_step, pack
 from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.ranks.parallel import Ranks
@@ -170,9 +170,11 @@ class Trainer:
     def leaves_out(self) -> bool:
         """Whether an episode as good as its group, or too old, has no gradient: it is counted, and not computed."""
         algorithm = self.config.algorithm
+        # Of a credit of the user's the first update shows what it returns for those that it has prepared 0 for.
+        is_known = is_ours(self.credit) or self.num_updates > 0
         has_own_term = self.entropy.coef > 0 or algorithm.kl_coef > 0 or algorithm.whiten_advantages
         # A policy without entropy has groups of equals alone: a bonus that is 0 would never rise again.
-        return self.credit.of_episodes and not has_own_term and algorithm.entropy_target is None
+        return self.credit.of_episodes and is_known and not has_own_term and algorithm.entropy_target is None
 
     def oldest_version(self, version: int) -> int:
         """Return the version of the oldest tokens that teach the learner at `version`."""

@@ -65,7 +65,7 @@ def call_loss(loss: Loss, scored: Scored, advantages: Tensor) -> LossOutput:
     Raises:
         PartFault: it is a user's, and raised, or its result is not as `LossOutput` says.
     """
-    if _is_ours(loss):
+    if is_ours(loss):
         return loss(scored, advantages)
     name = f"algorithm.loss={loss.name}"
     output = _require(name, LossOutput, _call(name, lambda: loss(scored, advantages)))
@@ -92,7 +92,7 @@ def call_credit(credit: Credit, scored: Scored, batch: PackedBatch, prepared: Te
     Raises:
         PartFault: it is a user's, and raised, or its result is not as `Worth` says.
     """
-    if _is_ours(credit):
+    if is_ours(credit):
         return credit(scored, batch, prepared)
     name = f"algorithm.credit={credit.name}"
     worth = _require(name, Worth, _call(name, lambda: credit(scored, batch, prepared)))
@@ -104,6 +104,8 @@ def call_credit(credit: Credit, scored: Scored, batch: PackedBatch, prepared: Te
             f"{name} returned values, and its class does not say that it needs the value head: write "
             "uses_values = True in it"
         )
+    if credit.of_episodes and prepared is not None:
+        _require_prepared(name, worth, prepared[scored.segment_ids])
     _require_metrics(name, worth.metrics)
     _await_metrics(credit, "credit", [metric for metric, _, _ in worth.metrics], scored)
     return worth
@@ -115,7 +117,7 @@ def call_prepare(credit: Credit, episodes: Episodes) -> Prepared | None:
     Raises:
         PartFault: it is a user's, and raised, or its result is not as `Prepared` says.
     """
-    if _is_ours(credit):
+    if is_ours(credit):
         return credit.prepare(episodes)
     name = f"algorithm.credit={credit.name}: prepare"
     result = _call(name, lambda: credit.prepare(episodes))
@@ -134,7 +136,7 @@ def call_measure(loss: BatchLoss, scored: Scored, advantages: Tensor) -> Tensor:
     Raises:
         PartFault: it is a user's, and raised, or its result is no such tensor.
     """
-    if _is_ours(loss):
+    if is_ours(loss):
         return loss.measure(scored, advantages)
     name = f"algorithm.loss={loss.name}: measure"
     found = _call(name, lambda: loss.measure(scored, advantages))
@@ -151,7 +153,7 @@ def call_batch_limit(
     Raises:
         PartFault: it is a user's, and raised, or its result is no number.
     """
-    if _is_ours(loss):
+    if is_ours(loss):
         return loss.batch_limit(measured, sum_over_ranks)
     name = f"algorithm.loss={loss.name}: batch_limit"
     limit = _call(name, lambda: loss.batch_limit(measured, sum_over_ranks))
@@ -161,7 +163,8 @@ def call_batch_limit(
         raise PartFault(f"{name} returned {_kind(limit)}: a number is expected") from error
 
 
-def _is_ours(part: object) -> bool:
+def is_ours(part: object) -> bool:
+    """Whether a credit or loss is one of this package."""
     return type(part).__module__.startswith("impala_llm.")
 
 
@@ -278,6 +281,21 @@ def _require_value_loss(name: str, worth: Worth, batch: PackedBatch) -> None:
         raise PartFault(
             f"{name} returned value_rows from {low} to {high}: 0 to {len(batch.lengths) - 1} is expected, as in "
             "scored.segment_ids"
+        )
+
+
+def _require_prepared(name: str, worth: Worth, expected: Tensor) -> None:
+    """Require the prepared advantages alone: whitening, and which episodes are computed, follow from them."""
+    if worth.values is not None:
+        raise PartFault(
+            f"{name} returned values, and its class says of_episodes = True: an episode whose prepared advantage is 0 "
+            "may be left out, and its values would not be fitted; take of_episodes = True out of it"
+        )
+    if not torch.allclose(worth.advantages, expected, rtol=0.0, atol=0.0, equal_nan=True):
+        raise PartFault(
+            f"{name} returned other advantages than prepared[scored.segment_ids], and its class says of_episodes = "
+            "True: advantages are whitened by those that it has prepared, and an episode with 0 may be left out; "
+            "return these, or take of_episodes = True out of it"
         )
 
 

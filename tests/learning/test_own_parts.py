@@ -143,6 +143,35 @@ def test_values_need_no_gradient_where_nothing_is_fitted_to_them() -> None:
 
 
 @dataclass
+class OwnCreditOfEpisodes(OwnCredit):
+    of_episodes: ClassVar[bool] = True
+
+
+def test_a_credit_of_episodes_returns_what_it_has_prepared() -> None:
+    """The batch is whitened by what was prepared, and an episode with 0 is not computed."""
+    for number in (2.0, torch.inf, torch.nan):
+        prepared = torch.tensor([number])
+        right = Worth(torch.full((N,), number), metrics=[("m", 1.0, 3.0)])
+        mine = OwnCreditOfEpisodes(name="mine:OwnCredit", worth=right)
+        assert call_credit(mine, scored(), BATCH, prepared) is right
+        for worth in (Worth(ONES), Worth(torch.tensor([number, number, 3.0]))):
+            mine.worth = worth
+            with pytest.raises(
+                PartFault, match="OwnCredit returned other advantages than prepared.*of_episodes = True"
+            ):
+                call_credit(mine, scored(), BATCH, prepared)
+            assert call_credit(mine, scored(), BATCH, None) is worth, "it has prepared nothing"
+
+
+def test_a_credit_of_episodes_that_prepares_them_fits_no_values() -> None:
+    """Those of an episode that is not computed would not be fitted."""
+    mine = OwnCreditOfEpisodes(name="mine:OwnCredit", worth=FITTED)
+    with pytest.raises(PartFault, match="OwnCredit returned values.*of_episodes = True"):
+        call_credit(mine, scored(), BATCH, torch.ones(1))
+    assert call_credit(mine, scored(), BATCH, None) is FITTED
+
+
+@dataclass
 class OwnCreditOfNoValues(OwnCredit):
     uses_values: ClassVar[bool] = False
 
