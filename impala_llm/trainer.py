@@ -41,7 +41,7 @@ from impala_llm.learning.ranks.work_balance import WorkBalance
 from impala_llm.learning.scoring import Scorers, action_log_probs
 from impala_llm.learning.shaped_rewards import Shaping
 from impala_llm.learning.survey import Survey
-from impala_llm.learning.update import Update, have_gradients, optimizer_steps, reason_left_out
+from impala_llm.learning.update import Update, have_gradients, optimizer_steps
 from impala_llm.observability.metrics import MetricLog, declare
 from impala_llm.observability.stages import StageTimer
 from impala_llm.processes.limited_warnings import RateLimitedWarnings
@@ -137,8 +137,7 @@ class Trainer:
         with self.timer.stage("log"):
             sizes = self.balance.bring_home(batch, update.sizes)
             if update.culprits:
-                culprits = [batch.trajectories[i] for i in sorted(update.culprits)]
-                reason = reason_left_out(culprits, version, self.config.algorithm)
+                reason = update.reason_left_out(self.config.algorithm)
                 self.warnings.log("A STEP IS LEFT OUT, ADVANTAGE, LOSS OR GRADIENT IS NOT FINITE", reason)
             taught = [batch.trajectories[i] for i in update.teaching]
             self.watch(batch.trajectories, taught, update.entropy / self.config.learner.epochs)
