@@ -33,7 +33,7 @@ from impala_llm.learning.objective import (
     score,
 )
 from impala_llm.learning.optim import Optimizer
-from impala_llm.learning.own_parts import call_batch_limit, call_prepare
+from impala_llm.learning.own_parts import call_batch_limit, call_prepare, is_ours
 from impala_llm.learning.packing import TokenBudget, memory_of_step, pack
 from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.ranks.parallel import Ranks
@@ -41,7 +41,7 @@ from impala_llm.learning.ranks.work_balance import WorkBalance
 from impala_llm.learning.scoring import Scorers, action_log_probs
 from impala_llm.learning.shaped_rewards import Shaping
 from impala_llm.learning.survey import Survey
-from impala_llm.learning.update import Update, have_gradients, optimizer_steps, reason_left_out
+from impala_llm.learning.update import Update, have_gradients, optimizer_steps
 from impala_llm.observability.metrics import MetricLog, declare
 from impala_llm.observability.stages import StageTimer
 from impala_llm.processes.limited_warnings import RateLimitedWarnings
@@ -138,8 +138,7 @@ class Trainer:
         with self.timer.stage("log"):
             sizes = self.balance.bring_home(batch, update.sizes)
             if update.culprits:
-                culprits = [batch.trajectories[i] for i in sorted(update.culprits)]
-                reason = reason_left_out(culprits, version, self.config.algorithm)
+                reason = update.reason_left_out(self.config.algorithm)
                 self.warnings.log("A STEP IS LEFT OUT, ADVANTAGE, LOSS OR GRADIENT IS NOT FINITE", reason)
             taught = [batch.trajectories[i] for i in update.teaching]
             self.watch(batch.trajectories, taught, update.entropy / self.config.learner.epochs)
@@ -171,10 +170,12 @@ class Trainer:
     def leaves_out(self) -> bool:
         """Whether an episode as good as its group, or too old, has no gradient: it is counted, and not computed."""
         algorithm = self.config.algorithm
+        # Of a credit of the user's the first update shows what it returns for those that it has prepared 0 for.
+        is_known = is_ours(self.credit) or self.num_updates > 0
         has_own_term = self.entropy.coef > 0 or algorithm.kl_coef > 0 or algorithm.whiten_advantages
         # A policy without entropy has groups of equals alone: a bonus that is 0 would never rise again.
         is_without = self.loss.vanishes_with_advantage and not has_own_term and algorithm.entropy_target is None
-        return self.credit.of_episodes and is_without
+        return self.credit.of_episodes and is_known and is_without
 
     def oldest_version(self, version: int) -> int:
         """Return the version of the oldest tokens that teach the learner at `version`."""

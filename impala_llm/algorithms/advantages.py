@@ -68,7 +68,7 @@ def gae(
         lam: λ in [0, 1].
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or λ.
+        TypeError, ValueError: wrong dtype, shape, λ or discount, as in `vtrace`.
     """
     target = vtrace(torch.zeros_like(rewards), discounts, rewards, values, bootstrap_value, lam=lam)
     return GAEOutput(target.vs - values, target.vs)

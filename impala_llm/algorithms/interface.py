@@ -263,7 +263,9 @@ class Credit(CreditSettings, ABC):
     """Credit assignment: an advantage for each action token. Subclasses are dataclasses; see the module."""
 
     of_episodes: ClassVar[bool] = False
-    """Whether all tokens of an episode have the same advantage."""
+    """Whether all tokens of an episode have the same advantage. Where `prepare` returns it, `__call__` returns it
+    unchanged and without values, as `Worth(prepared[scored.segment_ids])`: advantages are whitened by those that are
+    prepared, and an episode with 0 may be left out."""
     needs_teacher: ClassVar[bool] = False
     """Whether `Scored.teacher_log_probs` is read; such a credit has the options `teacher` and `teacher_context`."""
 

@@ -1,8 +1,8 @@
 """Backward recursions as compiled loops over tensors in main memory: `scan` has the same two for other devices.
 
-They run on one thread and release the GIL. Invariant: what follows a step whose discount is exactly 0 is
-ignored, so that NaN or infinities behind the end of an episode do not reach the steps before it; any other NaN is
-passed on.
+They run on one thread and release the GIL. Invariant, of both: what the definition multiplies by 0 is ignored, which is
+all that follows a discount of 0, and the errors v - V that follow a step where λ or c̄ is 0. So NaN or infinities behind
+the end of an episode do not reach the steps before it, as 0 · NaN would; any other NaN is passed on.
 """
 
 from typing import Any
@@ -95,6 +95,7 @@ def _padded(
     advantages: np.ndarray[Any, Any],
 ) -> None:
     rho_bar, c_bar, lam, zero = constants[0], constants[1], constants[2], constants[3]
+    is_cut = lam == zero or c_bar == zero  # of all steps: a choice at each would lengthen the chain
     next_value = bootstrap_value.copy()
     next_error = np.zeros_like(bootstrap_value)  # v_{t+1} - V_{t+1}
     for t in range(values.shape[0] - 1, -1, -1):
@@ -107,7 +108,7 @@ def _padded(
             advantages[t, b] = gain + gamma * (following + error)
             # `x > cap` in place of min(), so that NaN is passed on
             delta = (rho_bar if rho > rho_bar else rho) * (gain + gamma * following)
-            error = delta + gamma * lam * (c_bar if rho > c_bar else rho) * error
+            error = delta + gamma * lam * (c_bar if rho > c_bar else rho) * (zero if is_cut else error)
             vs[t, b] = value + error
             next_value[b] = value
             next_error[b] = error
@@ -126,6 +127,7 @@ def _packed(
     advantages: np.ndarray[Any, Any],
 ) -> None:
     rho_bar, c_bar, lam, zero = constants[0], constants[1], constants[2], constants[3]
+    is_cut = lam == zero or c_bar == zero  # of all steps: a choice at each would lengthen the chain
     segment = np.int64(-1)
     next_value = error = zero
     for t in range(values.size - 1, -1, -1):
@@ -138,6 +140,6 @@ def _packed(
         gain = rewards[t] - value
         advantages[t] = gain + gamma * (next_value + error)
         delta = (rho_bar if rho > rho_bar else rho) * (gain + gamma * next_value)
-        error = delta + gamma * lam * (c_bar if rho > c_bar else rho) * error
+        error = delta + gamma * lam * (c_bar if rho > c_bar else rho) * (zero if is_cut else error)
         vs[t] = value + error
         next_value = value

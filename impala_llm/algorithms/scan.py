@@ -1,7 +1,8 @@
 """Backward recursions in torch operations, for tensors on any device: `kernels` has the same two for the CPU.
 
-Time is dimension 0. Invariant: what follows a step whose decay is exactly 0 is ignored, so that NaN or infinities
-behind the end of an episode do not reach the steps before it; 0 · NaN would.
+Time is dimension 0. Invariant, of both: what the definition multiplies by 0 is ignored, which is all that follows a
+discount of 0, and the errors v - V that follow a step where λ or c̄ is 0. So NaN or infinities behind the end of an
+episode do not reach the steps before it, as 0 · NaN would; any other NaN is passed on.
 """
 
 import torch

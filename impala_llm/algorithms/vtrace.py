@@ -93,7 +93,7 @@ def vtrace(
 
     Args:
         log_rhos: float[T, B], l_t; clamped to ±20.
-        discounts: float[T, B], γ_t: what discounts the step after t, 0 where the episode ended with t.
+        discounts: float[T, B], γ_t in [0, 1]: what discounts the step after t, 0 where the episode ended with t.
         rewards: float[T, B], r_t, received after step t.
         values: float[T, B], V_t.
         bootstrap_value: float[B], V after the last step; 0 where the episode ended.
@@ -106,13 +106,15 @@ def vtrace(
     cut at different times, each with a bootstrap value, are for `vtrace_packed`.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or cap.
+        TypeError, ValueError: wrong dtype, shape or cap; a discount outside of [0, 1], on the CPU, up to the first 0 of
+            its row. On a GPU discounts are not looked at, since that would wait for it.
     """
     require_same_floats(
         ("log_rhos", log_rhos), ("discounts", discounts), ("rewards", rewards), ("values", values), ndim=2
     )
     require_bootstrap(bootstrap_value, values)
     _require_caps(rho_bar, c_bar, pg_rho_bar, lam)
+    _require_discounts(discounts)
     if values.numel() == 0:
         return VTraceOutput(values.clone(), values.clone())
 
@@ -145,12 +147,13 @@ def vtrace_packed(
         rho_bar, c_bar, pg_rho_bar, lam, dead_band: as in `vtrace`.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape, order or cap.
+        TypeError, ValueError: wrong dtype, shape, order or cap; on the CPU, a discount outside of [0, 1].
     """
     require_same_floats(
         ("log_rhos", log_rhos), ("discounts", discounts), ("rewards", rewards), ("values", values), ndim=1
     )
     _require_caps(rho_bar, c_bar, pg_rho_bar, lam)
+    _require_discounts(discounts)
     ratio = ratios(apply_dead_band(log_rhos, dead_band))
     vs, advantages = _packed_targets(
         ratio, discounts, rewards, values, bootstrap_value, segment_ids, "segment_ids", Caps(rho_bar, c_bar, lam)
@@ -292,6 +295,20 @@ def _require_caps(rho_bar: float, c_bar: float, pg_rho_bar: float, lam: float) -
     require_at_least("c_bar", c_bar, 0.0)
     if not 0.0 <= lam <= 1.0:
         raise ValueError(f"lam is {lam}: λ must lie in [0, 1]")
+
+
+def _require_discounts(discounts: Tensor) -> None:
+    """Require discounts in [0, 1] where they are in main memory. Behind the first 0 of a padded row may be anything."""
+    if discounts.device.type != "cpu" or not discounts.numel():
+        return
+    low, high = (edge.item() for edge in torch.aminmax(discounts))  # both are NaN where one discount is
+    if low >= 0.0 and high <= 1.0:
+        return
+    is_wrong = ~((discounts >= 0.0) & (discounts <= 1.0))
+    if discounts.ndim == 2:
+        is_wrong &= (discounts == 0.0).cumsum(0) == 0
+    if is_wrong.any():
+        raise ValueError(f"discounts holds {float(discounts[is_wrong][0]):g}: it must lie in [0, 1]")
 
 
 def _require_discount(discount: float) -> None:

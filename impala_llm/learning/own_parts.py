@@ -5,12 +5,15 @@ again after a restart. A metric that such a part declares and never returns is r
 called without these checks.
 """
 
+import math
 import os
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,23 +65,22 @@ def call_loss(loss: Loss, scored: Scored, advantages: Tensor) -> LossOutput:
     Raises:
         PartFault: it is a user's, and raised, or its result is not as `LossOutput` says.
     """
-    if _is_ours(loss):
+    if is_ours(loss):
         return loss(scored, advantages)
     name = f"algorithm.loss={loss.name}"
     output = _require(name, LossOutput, _call(name, lambda: loss(scored, advantages)))
     _require_floats(f"{name} returned per_token", output.per_token, advantages)
-    _require_floats(f"{name} returned weights", output.weights, advantages)
+    _require_constants(f"{name} returned weights", output.weights, advantages)
     if scored.log_probs.requires_grad and len(advantages) and not output.per_token.requires_grad:
         raise PartFault(
             f"{name} returned per_token without a gradient, so that nothing would be learned: compute it from "
             "scored.log_probs (scored.log_ratio is a constant)"
         )
-    if output.weights.requires_grad:
-        raise PartFault(f"{name} returned weights with a gradient, and they are measured alone: detach them")
     if not isinstance(output.metrics, Mapping):
         raise PartFault(f"{name} returned metrics = {_kind(output.metrics)}: a mapping of names to scalars is expected")
     for metric, value in output.metrics.items():
-        if getattr(value, "shape", None) != torch.Size():
+        _require_name(name, metric)
+        if getattr(value, "shape", None) != torch.Size() or not _is_number(value):
             raise PartFault(f"{name} returned metric {metric} = {_kind(value)}: a scalar tensor is expected")
     _await_metrics(loss, "loss", output.metrics, scored)
     return output
@@ -90,17 +92,20 @@ def call_credit(credit: Credit, scored: Scored, batch: PackedBatch, prepared: Te
     Raises:
         PartFault: it is a user's, and raised, or its result is not as `Worth` says.
     """
-    if _is_ours(credit):
+    if is_ours(credit):
         return credit(scored, batch, prepared)
     name = f"algorithm.credit={credit.name}"
     worth = _require(name, Worth, _call(name, lambda: credit(scored, batch, prepared)))
-    _require_floats(f"{name} returned advantages", worth.advantages, scored.log_probs)
+    _require_constants(f"{name} returned advantages", worth.advantages, scored.log_probs)
     _require_fit(name, worth)
+    _require_value_loss(name, worth, batch)
     if worth.values is not None and not credit.uses_values:
         raise PartFault(
             f"{name} returned values, and its class does not say that it needs the value head: write "
             "uses_values = True in it"
         )
+    if credit.of_episodes and prepared is not None:
+        _require_prepared(name, worth, prepared[scored.segment_ids])
     _require_metrics(name, worth.metrics)
     _await_metrics(credit, "credit", [metric for metric, _, _ in worth.metrics], scored)
     return worth
@@ -112,14 +117,14 @@ def call_prepare(credit: Credit, episodes: Episodes) -> Prepared | None:
     Raises:
         PartFault: it is a user's, and raised, or its result is not as `Prepared` says.
     """
-    if _is_ours(credit):
+    if is_ours(credit):
         return credit.prepare(episodes)
     name = f"algorithm.credit={credit.name}: prepare"
     result = _call(name, lambda: credit.prepare(episodes))
     if result is None:
         return None
     prepared = _require(name, Prepared, result)
-    _require_floats(f"{name} returned advantages", prepared.advantages, episodes.returns, "episode")
+    _require_constants(f"{name} returned advantages", prepared.advantages, episodes.returns, "episode")
     _require_metrics(name, prepared.metrics)
     _await_metrics(credit, "credit", [metric for metric, _, _ in prepared.metrics])
     return prepared
@@ -131,7 +136,7 @@ def call_measure(loss: BatchLoss, scored: Scored, advantages: Tensor) -> Tensor:
     Raises:
         PartFault: it is a user's, and raised, or its result is no such tensor.
     """
-    if _is_ours(loss):
+    if is_ours(loss):
         return loss.measure(scored, advantages)
     name = f"algorithm.loss={loss.name}: measure"
     found = _call(name, lambda: loss.measure(scored, advantages))
@@ -148,7 +153,7 @@ def call_batch_limit(
     Raises:
         PartFault: it is a user's, and raised, or its result is no number.
     """
-    if _is_ours(loss):
+    if is_ours(loss):
         return loss.batch_limit(measured, sum_over_ranks)
     name = f"algorithm.loss={loss.name}: batch_limit"
     limit = _call(name, lambda: loss.batch_limit(measured, sum_over_ranks))
@@ -158,7 +163,8 @@ def call_batch_limit(
         raise PartFault(f"{name} returned {_kind(limit)}: a number is expected") from error
 
 
-def _is_ours(part: object) -> bool:
+def is_ours(part: object) -> bool:
+    """Whether a credit or loss is one of this package."""
     return type(part).__module__.startswith("impala_llm.")
 
 
@@ -204,11 +210,41 @@ def _require(name: str, expected: type[_Result], result: object) -> _Result:
 def _require_metrics(name: str, metrics: object) -> None:
     if not isinstance(metrics, Sequence) or not all(isinstance(each, tuple) and len(each) == 3 for each in metrics):
         raise PartFault(f"{name} returned metrics = {_kind(metrics)}: a sequence of (name, value, weight) is expected")
+    for metric, value, weight in metrics:
+        _require_name(name, metric)
+        numbers = value if isinstance(value, tuple) else (value,)
+        if not all(map(_is_number, (*numbers, weight))):
+            raise PartFault(
+                f"{name} returned metric {metric} = {_kind(value)} with weight {_kind(weight)}: real numbers are "
+                "expected"
+            )
+
+
+def _require_name(name: str, metric: object) -> None:
+    if not isinstance(metric, str):
+        raise PartFault(f"{name} returned a metric named {metric!r}: a text is expected")
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a real number, or a tensor of one."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real | np.bool_)
 
 
 def _require_floats(what: str, value: object, like: Tensor, noun: str = "token") -> None:
     if not isinstance(value, Tensor) or value.shape != like.shape or value.dtype != like.dtype:
         raise PartFault(f"{what} = {_kind(value)}: {_kind(like)} is expected, a number for each {noun}")
+
+
+def _require_constants(what: str, value: Tensor, like: Tensor, noun: str = "token") -> None:
+    _require_floats(what, value, like, noun)
+    _require_no_gradient(what, value)
+
+
+def _require_no_gradient(what: str, value: Tensor) -> None:
+    if value.requires_grad:
+        raise PartFault(f"{what} with a gradient, and they are taken for constants: detach them")
 
 
 def _require_fit(name: str, worth: Worth) -> None:
@@ -222,6 +258,44 @@ def _require_fit(name: str, worth: Worth) -> None:
         given = ", ".join(f"{key} = {_kind(part)}" for key, part in parts.items())
         raise PartFault(
             f"{name} returned {given}: tensors of one length are expected, float32, float32 and int64, or None for all"
+        )
+
+
+def _require_value_loss(name: str, worth: Worth, batch: PackedBatch) -> None:
+    """Require a known unit, a number for the weight, rows that exist, and a gradient of the values alone."""
+    if worth.num_values not in ("tokens", "turns"):
+        raise PartFault(f"{name} returned num_values = {worth.num_values!r}: tokens or turns is expected")
+    if not _is_number(worth.value_coef) or not math.isfinite(worth.value_coef):
+        raise PartFault(f"{name} returned value_coef = {worth.value_coef!r}: a finite number is expected")
+    values, targets, rows = worth.values, worth.targets, worth.value_rows
+    if values is None or targets is None or rows is None or not len(rows):
+        return
+    _require_no_gradient(f"{name} returned targets", targets)
+    if worth.value_coef and torch.is_grad_enabled() and not values.requires_grad:
+        raise PartFault(
+            f"{name} returned values without a gradient, so that the value head would not be fitted: take them from "
+            "scored.values, not detached"
+        )
+    low, high = (int(edge) for edge in torch.aminmax(rows))
+    if low < 0 or high >= len(batch.lengths):
+        raise PartFault(
+            f"{name} returned value_rows from {low} to {high}: 0 to {len(batch.lengths) - 1} is expected, as in "
+            "scored.segment_ids"
+        )
+
+
+def _require_prepared(name: str, worth: Worth, expected: Tensor) -> None:
+    """Require the prepared advantages alone: whitening, and which episodes are computed, follow from them."""
+    if worth.values is not None:
+        raise PartFault(
+            f"{name} returned values, and its class says of_episodes = True: an episode whose prepared advantage is 0 "
+            "may be left out, and its values would not be fitted; take of_episodes = True out of it"
+        )
+    if not torch.allclose(worth.advantages, expected, rtol=0.0, atol=0.0, equal_nan=True):
+        raise PartFault(
+            f"{name} returned other advantages than prepared[scored.segment_ids], and its class says of_episodes = "
+            "True: advantages are whitened by those that it has prepared, and an episode with 0 may be left out; "
+            "return these, or take of_episodes = True out of it"
         )
 
 

@@ -47,26 +47,6 @@ def have_gradients(trajectories: Sequence[Trajectory], oldest_version: int, disc
     return [t.newest_version >= oldest_version and t.group_id not in of_equals for t in trajectories]
 
 
-def reason_left_out(culprits: Sequence[Trajectory], version: int, algorithm: AlgorithmConfig) -> str:
-    """Reason why a step is left out: a sentence that names the values that are not finite.
-
-    Args:
-        culprits: trajectories with such values.
-        version: policy version, for the message.
-    """
-    first = culprits[0]
-    others = f" and {len(culprits) - 1} more of the batch" if len(culprits) > 1 else ""
-    earned = episode_return(first, algorithm.credit.discount)
-    by_loss = f"algorithm.loss={algorithm.loss.name}, since the episode's rewards are finite"
-    check = by_loss if math.isfinite(earned) else "its rewards"
-    return (
-        f"episode {first.episode_id} (task {first.task_id} of {first.env}, by {first.actor_id}, return "
-        f"{earned:g}){others}, at version {version}: check {check}, or "
-        f"set {'' if algorithm.credit.ignores_scale else 'algorithm.normalize_reward=true or '}a lower "
-        "learner.learning_rate"
-    )
-
-
 @dataclass
 class Update:
     """One rank's batch on its way through an update, and what is summed up over its micro-batches."""
@@ -95,6 +75,8 @@ class Update:
     """Buffer item -> largest mean |A| of its trajectories."""
     culprits: set[int] = field(init=False)
     """Indices of the trajectories for which steps were left out."""
+    without_advantage: set[int] = field(default_factory=set)
+    """Indices of the trajectories with an advantage that is not finite."""
     entropy: float = 0.0
     weight_sums: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
@@ -142,3 +124,27 @@ class Update:
             if math.isfinite(size):
                 item = self.batch.item_ids[index]
                 self.sizes[item] = max(size, self.sizes[item])
+            else:
+                self.without_advantage.add(index)
+
+    def reason_left_out(self, algorithm: AlgorithmConfig) -> str:
+        """Reason why a step is left out: a sentence that names the values that are not finite.
+
+        Names a trajectory without an advantage first: what the loss makes of it may spoil the others.
+        """
+        number = min(self.culprits & self.without_advantage or self.culprits)
+        first = self.batch.trajectories[number]
+        others = f" and {len(self.culprits) - 1} more of the batch" if len(self.culprits) > 1 else ""
+        earned = episode_return(first, algorithm.credit.discount)
+        if not math.isfinite(earned):
+            check = "its rewards"
+        elif number in self.without_advantage:
+            check = f"algorithm.credit={algorithm.credit.name}, whose advantages are not finite though its rewards are"
+        else:
+            check = f"algorithm.loss={algorithm.loss.name}, since the episode's rewards are finite"
+        return (
+            f"episode {first.episode_id} (task {first.task_id} of {first.env}, by {first.actor_id}, return "
+            f"{earned:g}){others}, at version {self.version}: check {check}, or "
+            f"set {'' if algorithm.credit.ignores_scale else 'algorithm.normalize_reward=true or '}a lower "
+            "learner.learning_rate"
+        )

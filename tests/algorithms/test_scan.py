@@ -128,6 +128,25 @@ def test_nan_reaches_the_steps_before_it_and_no_other_row(loops: ModuleType, col
 
 
 @BOTH
+@pytest.mark.parametrize("caps", [Caps(1.0, 1.0, 0.0), Caps(1.0, 0.0, 1.0)], ids=["lam", "c_bar"])
+@pytest.mark.parametrize("number", [NAN, math.inf])
+def test_an_error_with_the_weight_0_is_ignored(loops: ModuleType, caps: Caps, number: float) -> None:
+    """A target is V_t + ρ_t (r_t + γ_t V_{t+1} - V_t) then: it sees the values of two steps and no later one."""
+    columns = tensors((100,), torch.float64)
+    columns[1][:] = 0.9
+    columns[3][60] = number
+    ratio, _, rewards, values = columns
+    expected = values[:59] + ratio[:59].clamp(max=1.0) * (rewards[:59] + 0.9 * values[1:60] - values[:59])
+    bootstrap = torch.ones(1, dtype=torch.float64)
+    targets = loops.packed_targets(*columns, bootstrap, torch.zeros(100, dtype=torch.int64), caps)
+    in_columns = loops.padded_targets(*(x[:, None] for x in columns), bootstrap, caps)
+    for vs, advantages in (targets, [x[:, 0] for x in in_columns]):
+        assert (~vs.isfinite()).nonzero().flatten().tolist() == [59, 60]
+        assert (~advantages.isfinite()).nonzero().flatten().tolist() == [58, 59, 60]
+        torch.testing.assert_close(vs[:59], expected)
+
+
+@BOTH
 def test_products_that_overflow_stay_in_their_row(loops: ModuleType) -> None:
     segment_ids = torch.repeat_interleave(torch.arange(2), torch.tensor([3, 200]))
     ratio, ones, zeros = torch.full((203,), math.exp(20.0)), torch.ones(203), torch.zeros(203)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from impala_llm.algorithms.advantages import gae
 from impala_llm.algorithms.vtrace import Steps, token_vtrace, turn_vtrace, vtrace, vtrace_packed
 
 Row = dict[str, list[float]]
@@ -360,6 +361,26 @@ def test_mistakes_are_named(change: dict[str, object], error: type[Exception], m
     vtrace_packed(**good)
     with pytest.raises(error, match=match):
         vtrace_packed(**{**good, **change})
+
+
+@pytest.mark.parametrize("discount", [-1.0, 5.0, math.nan])
+def test_a_discount_outside_of_0_and_1_is_named_but_behind_the_end_of_a_padded_row(discount: float) -> None:
+    rng = np.random.default_rng(0)
+    columns, segment_ids = packed([random_row(rng, 6), random_row(rng, 6)])
+    columns[1][:] = torch.tensor([1.0, 0.5, 0.9, 0.0, discount, 1.0] + [0.9] * 6)
+    bootstrap = torch.zeros(2, dtype=torch.float64)
+    with pytest.raises(ValueError, match=f"discounts holds {discount:g}: "):
+        vtrace_packed(*columns, bootstrap, segment_ids)
+    padded = [column.reshape(2, 6).T for column in columns]
+    out = vtrace(*padded, bootstrap)
+    short, zeros = [column[:4] for column in columns], segment_ids[:4]
+    torch.testing.assert_close(out.vs[:4, 0], vtrace_packed(*short, bootstrap[:1], zeros).vs)
+    padded[1] = padded[1].clone()
+    padded[1][4, 0], padded[1][2, 1] = 1.0, discount
+    with pytest.raises(ValueError, match=f"discounts holds {discount:g}: "):
+        vtrace(*padded, bootstrap)
+    with pytest.raises(ValueError, match=f"discounts holds {discount:g}: "):
+        gae(padded[2], padded[3], bootstrap, padded[1])
 
 
 def with_change(steps: Steps, change: dict[str, Any]) -> dict[str, Any]:

@@ -4,10 +4,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
-from impala_llm.algorithms.interface import BatchLoss, Credit, Episodes, Loss, LossOutput, Prepared, Scored, Worth
+from impala_llm.algorithms.interface import (
+    BatchLoss,
+    Credit,
+    Episodes,
+    Loss,
+    LossOutput,
+    PackedBatch,
+    Prepared,
+    Scored,
+    Worth,
+)
 from impala_llm.learning.own_parts import (
     PartFault,
     call_batch_limit,
@@ -17,8 +28,11 @@ from impala_llm.learning.own_parts import (
     call_prepare,
 )
 from impala_llm.learning.ranks.parallel import Ranks
+from tests.learning.builders import make_trajectory
 
 N = 3
+BATCH = PackedBatch.of([make_trajectory(5, [(1, 1 + N)])], [0])
+"""One row of the tokens that `scored` gives."""
 
 
 class OwnLoss(Loss):
@@ -48,6 +62,8 @@ def scored() -> Scored:
 
 
 ONES = torch.ones(N)
+LEARNED = torch.ones(N, requires_grad=True)
+FITTED = Worth(ONES, LEARNED, ONES, torch.zeros(N, dtype=torch.int64), value_coef=0.5)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +84,11 @@ ONES = torch.ones(N)
             r"metric x_share = a tensor .*\[3\]",
         ),
         (lambda s, a: LossOutput(-a * s.log_probs, {"x_share": 0.5}, ONES), "metric x_share = a float"),
+        (
+            lambda s, a: LossOutput(-a * s.log_probs, {"x_share": torch.tensor(1j)}, ONES),
+            "metric x_share = a tensor .* dtype complex64: a scalar",
+        ),
+        (lambda s, a: LossOutput(-a * s.log_probs, {3: ONES[0]}, ONES), "a metric named 3: a text is expected"),  # type: ignore[dict-item]
         (lambda s, a: -a * s.log_probs, "returned a tensor of shape .*a LossOutput is expected"),
         (lambda s, a: s.logprobs, "raised AttributeError: .*logprobs.*test_own_parts.py:[0-9]+"),
     ],
@@ -88,11 +109,66 @@ def test_a_loss_s_mistake_is_named(act: Callable[..., Any], said: str, capsys: p
         (Worth(ONES, ONES, ONES[:2], ONES.long()), r"values = .*, targets = .* \[2\] .*: tensors of one length"),
         (Worth(ONES, ONES, ONES.double(), ONES.long()), "values = .* dtype float64, .*: .* float32, float32 and int64"),
         (Worth(ONES, ONES, ONES, ONES), "values = .*, value_rows = .* dtype float32: .*, float32, float32 and int64"),
+        (Worth(LEARNED), "advantages with a gradient.*: detach them"),
+        (replace(FITTED, targets=LEARNED), "targets with a gradient.*: detach them"),
+        (replace(FITTED, values=ONES), "values without a gradient.*: take them from scored.values, not detached"),
+        (replace(FITTED, value_rows=ONES.long()), "value_rows from 1 to 1: 0 to 0 is expected"),
+        (replace(FITTED, value_rows=-ONES.long()), "value_rows from -1 to -1: 0 to 0 is expected"),
+        (replace(FITTED, num_values="turn"), "num_values = 'turn': tokens or turns is expected"),  # type: ignore[arg-type]
+        (replace(FITTED, value_coef=None), "value_coef = None: a finite number is expected"),  # type: ignore[arg-type]
+        (Worth(ONES, value_coef=float("nan")), "value_coef = nan: a finite number is expected"),
+        (Worth(ONES, metrics=[("m", "x", 1.0)]), "metric m = a str with weight a float: real numbers are expected"),  # type: ignore[list-item]
+        (Worth(ONES, metrics=[("m", torch.tensor(1j), 1.0)]), "metric m = a tensor .* dtype complex64 with"),  # type: ignore[list-item]
+        (Worth(ONES, metrics=[("m", (1.0, None), 1.0)]), "metric m = a tuple with weight a float"),  # type: ignore[list-item]
+        (Worth(ONES, metrics=[("m", 1.0, None)]), "metric m = a float with weight a NoneType"),  # type: ignore[list-item]
+        (Worth(ONES, metrics=[("m", ONES, 1.0)]), r"metric m = a tensor of shape \[3\]"),  # type: ignore[list-item]
+        (Worth(ONES, metrics=[(3, 1.0, 1.0)]), "a metric named 3: a text is expected"),  # type: ignore[list-item]
     ],
 )
 def test_a_credit_s_mistake_is_named(worth: Worth, said: str) -> None:
     with pytest.raises(PartFault, match=f"algorithm.credit=mine:OwnCredit returned {said}"):
-        call_credit(OwnCredit(name="mine:OwnCredit", worth=worth), scored(), None, None)  # type: ignore[arg-type]
+        call_credit(OwnCredit(name="mine:OwnCredit", worth=worth), scored(), BATCH, None)
+
+
+def test_values_need_no_gradient_where_nothing_is_fitted_to_them() -> None:
+    nothing = torch.zeros(0)
+    for worth in (
+        replace(FITTED, values=ONES, value_coef=0.0),
+        Worth(ONES, nothing, nothing, nothing.long(), value_coef=0.5),
+    ):
+        assert call_credit(OwnCredit(name="mine:OwnCredit", worth=worth), scored(), BATCH, None) is worth
+    with torch.no_grad():
+        worth = replace(FITTED, values=ONES)
+        assert call_credit(OwnCredit(name="mine:OwnCredit", worth=worth), scored(), BATCH, None) is worth
+
+
+@dataclass
+class OwnCreditOfEpisodes(OwnCredit):
+    of_episodes: ClassVar[bool] = True
+
+
+def test_a_credit_of_episodes_returns_what_it_has_prepared() -> None:
+    """The batch is whitened by what was prepared, and an episode with 0 is not computed."""
+    for number in (2.0, torch.inf, torch.nan):
+        prepared = torch.tensor([number])
+        right = Worth(torch.full((N,), number), metrics=[("m", 1.0, 3.0)])
+        mine = OwnCreditOfEpisodes(name="mine:OwnCredit", worth=right)
+        assert call_credit(mine, scored(), BATCH, prepared) is right
+        for worth in (Worth(ONES), Worth(torch.tensor([number, number, 3.0]))):
+            mine.worth = worth
+            with pytest.raises(
+                PartFault, match="OwnCredit returned other advantages than prepared.*of_episodes = True"
+            ):
+                call_credit(mine, scored(), BATCH, prepared)
+            assert call_credit(mine, scored(), BATCH, None) is worth, "it has prepared nothing"
+
+
+def test_a_credit_of_episodes_that_prepares_them_fits_no_values() -> None:
+    """Those of an episode that is not computed would not be fitted."""
+    mine = OwnCreditOfEpisodes(name="mine:OwnCredit", worth=FITTED)
+    with pytest.raises(PartFault, match="OwnCredit returned values.*of_episodes = True"):
+        call_credit(mine, scored(), BATCH, torch.ones(1))
+    assert call_credit(mine, scored(), BATCH, None) is FITTED
 
 
 @dataclass
@@ -102,9 +178,8 @@ class OwnCreditOfNoValues(OwnCredit):
 
 def test_a_credit_with_values_has_to_say_so() -> None:
     """Settings of the value head would be called idle, and act."""
-    worth = Worth(ONES, ONES, ONES, ONES.long())
     with pytest.raises(PartFault, match=r"mine:OwnCredit returned values, and its class .*: write uses_values = True"):
-        call_credit(OwnCreditOfNoValues(name="mine:OwnCredit", worth=worth), scored(), None, None)  # type: ignore[arg-type]
+        call_credit(OwnCreditOfNoValues(name="mine:OwnCredit", worth=FITTED), scored(), BATCH, None)
 
 
 class OwnBatchLoss(OwnLoss, BatchLoss):
@@ -140,6 +215,8 @@ def episodes(sum_over_ranks: Callable[..., Any] = list) -> Episodes:
         (lambda e: Prepared(e.returns[:2]), r"returned advantages = a tensor .*\[2\].*\[3\].* for each episode"),
         (lambda e: Prepared(e.returns.double()), "returned advantages = .* dtype float64: .* dtype float32 is "),
         (lambda e: Prepared(e.returns, None), "returned metrics = a NoneType: a sequence"),
+        (lambda e: Prepared(LEARNED), "returned advantages with a gradient.*: detach them"),
+        (lambda e: Prepared(e.returns, [("m", "x", 1.0)]), "returned metric m = a str"),
     ],
 )
 def test_a_mistake_in_a_credit_s_prepare_is_named(result: Callable[[Episodes], Any], said: str) -> None:
@@ -195,8 +272,10 @@ def test_what_is_right_comes_back_as_it_is() -> None:
     output = LossOutput(-tokens.log_probs, {"x_share": torch.tensor(0.5)}, ONES)
     assert call_loss(OwnLoss(lambda s, a: output), tokens, ONES) is output
     nothing = tokens.select(torch.zeros(N, dtype=torch.bool))
-    for worth in (Worth(ONES), Worth(ONES, ONES[:2], ONES[:2], ONES[:2].long())):
-        assert call_credit(OwnCredit(name="mine:OwnCredit", worth=worth), tokens, None, None) is worth  # type: ignore[arg-type]
+    measured = [("m", 1, True), ("m", (ONES[0], np.float32(2.0)), ONES[:1]), ("m", np.bool_(True), 2)]
+    of_two = Worth(ONES, LEARNED[:2], ONES[:2], torch.zeros(2, dtype=torch.int64), value_coef=0.5)
+    for worth in (Worth(ONES), Worth(ONES, metrics=measured), FITTED, of_two):  # type: ignore[arg-type]
+        assert call_credit(OwnCredit(name="mine:OwnCredit", worth=worth), tokens, BATCH, None) is worth
     empty = LossOutput(torch.zeros(0), {}, torch.zeros(0))
     assert call_loss(OwnLoss(lambda s, a: empty), nothing, ONES[:0]) is empty, "no token has no gradient"
 
@@ -243,7 +322,7 @@ def test_a_metric_that_is_declared_and_never_returned_is_said_once(capsys: pytes
         call_prepare(SparingCredit(), episodes)
         for each in (tokens, replace(tokens, proximal_log_probs=torch.zeros(N)), tokens.select(torch.zeros(N) > 0)):
             call_loss(Sparing(), each, ONES[: len(each.log_probs)])
-            call_credit(SparingCredit(), each, None, ids)  # type: ignore[arg-type]
+            call_credit(SparingCredit(), each, BATCH, ids)
         if version == 4:
             assert not capsys.readouterr().out, "the fifth update may still have steps to come"
     said = capsys.readouterr().out.splitlines()

@@ -13,13 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from impala_llm.algorithms.advantages import GroupRelative, episode_return
-from impala_llm.algorithms.interface import Credit, LossOutput, PackedBatch, Scored, Worth
+from impala_llm.algorithms.interface import Credit, Episodes, LossOutput, PackedBatch, Prepared, Scored, Worth
 from impala_llm.algorithms.losses import Reinforce
 from impala_llm.algorithms.registry import LOSSES
 from impala_llm.algorithms.stale_losses import M2PO, departures, second_moment_limit
 from impala_llm.algorithms.vtrace import GAE, VTrace
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.objective import whitened
+from impala_llm.learning.own_parts import PartFault
 from impala_llm.learning.packing import OutOfMemory, pack
 from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.ranks.parallel import Ranks
@@ -305,6 +306,33 @@ def test_whitening_does_not_scale_up_the_rounding_of_advantages_that_are_equal()
     of_rounding = float(advantages.double().mean()), float(advantages.double().std(unbiased=False))
     assert whitened(Worth(advantages), of_rounding).advantages.abs().max() < 1e-6
     assert whitened(Worth(advantages), (0.7, 1e-3)).advantages.max() > 5e-5, "a real deviation is divided by"
+
+
+@dataclass
+class OtherThanPrepared(Credit):
+    """Prepares `size` for each episode, and gives each token 1."""
+
+    of_episodes: ClassVar[bool] = True
+    size: float = 0.0
+
+    def prepare(self, episodes: Episodes) -> Prepared:
+        return Prepared(torch.full_like(episodes.returns, self.size))
+
+    def __call__(self, scored: Scored, batch: PackedBatch, prepared: torch.Tensor | None) -> Worth:
+        return Worth(torch.ones_like(scored.log_probs))
+
+
+@pytest.mark.parametrize("size", [0.0, 2.0])
+@pytest.mark.parametrize("whitens", [False, True])
+def test_a_credit_of_episodes_that_returns_other_than_it_has_prepared_is_named(
+    tmp_path: Path, size: float, whitens: bool
+) -> None:
+    """It would be whitened by the wrong mean and deviation, or, where it prepared 0, never be asked."""
+    credit = OtherThanPrepared(name="mine:Other", size=size)
+    config = make_config(credit, Reinforce(), whiten_advantages=whitens)
+    trainer = Trainer(config, Ranks("cpu"), PolicyModel.from_pretrained(save_lm(tmp_path)))
+    with pytest.raises(PartFault, match="algorithm.credit=mine:Other returned other advantages than prepared"):
+        trainer.update(varied(), version=3, progress=0.0)
 
 
 def test_a_metric_of_a_credit_is_logged_under_credit(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -283,6 +284,44 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_the_optimizer(tmp_path: Path
         ends.append([p.detach().clone() for p in trainer.model.parameters()])
     for with_bad, without in zip(*ends, strict=True):
         torch.testing.assert_close(with_bad, without, rtol=0, atol=0)
+
+
+@dataclass
+class NotANumber(Credit):
+    """Gives the tokens of the fifth row an advantage that is not finite."""
+
+    def __call__(self, scored: Scored, batch: PackedBatch, prepared: torch.Tensor | None) -> Worth:
+        members = torch.tensor(batch.members)[scored.segment_ids]
+        return Worth(torch.where(members == 4, torch.nan, 1.0))
+
+
+@dataclass
+class NotANumberLoss(PPOClip):
+    def __call__(self, scored: Scored, advantages: torch.Tensor) -> LossOutput:
+        found = super().__call__(scored, advantages)
+        return found._replace(per_token=found.per_token * torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("credit", "loss", "said"),
+    [
+        (NotANumber(name="mine:Credit"), PPOClip(), "episode-4 .*3: check algorithm.credit=mine:Credit, whose adv"),
+        (
+            NotANumber(name="mine:Credit"),
+            NotANumberLoss(),
+            "episode-4 .* 5 more .*: check algorithm.credit=mine:Credit,",
+        ),
+        (GAE(), NotANumberLoss(name="mine:Loss"), "episode-0 .* 5 more .*: check algorithm.loss=mine:Loss, since"),
+    ],
+)
+def test_a_step_that_is_left_out_names_the_part_that_is_not_finite(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, credit: Credit, loss: PPOClip, said: str
+) -> None:
+    config = make_config(credit, loss, max_staleness=None)
+    config.learner.token_budget = 1000
+    trainer = Trainer(config, Ranks("cpu"), PolicyModel.from_pretrained(save_lm(tmp_path)))
+    trainer.update(varied(), version=3, progress=0.0)
+    assert re.search(f"A STEP IS LEFT OUT.*{said}", caplog.text), caplog.text
 
 
 def without_bonus(directory: Path, **algorithm: Any) -> Trainer:
