@@ -24,6 +24,7 @@ from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, Omega
 from impala_llm.checks.familiar_names import FAMILIAR_CHOICES, meant_by
 from impala_llm.checks.idle_settings import in_force
 from impala_llm.checks.settings_checks import problems
+from impala_llm.part_signatures import type_expected
 from impala_llm.plugs import (
     AGENTS,
     ENGINES,
@@ -31,6 +32,7 @@ from impala_llm.plugs import (
     METRIC_WRITERS,
     PartKind,
     check,
+    closest,
     escaped,
     installed_parts,
     make_part,
@@ -40,9 +42,6 @@ from impala_llm.plugs import (
 )
 from impala_llm.processes.cgroups import most_cores
 from impala_llm.settings import PACKAGE, AlgorithmConfig, Config, EngineConfig, EnvConfig, leaves, plain, written
-
-_TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
-"""Types as OmegaConf names them, in words."""
 
 
 class ConfigError(ValueError):
@@ -303,17 +302,20 @@ def _refuse_unknown_keys(overrides: Sequence[str]) -> None:
     """Hydra would take `+key=value` of any key, and leave out `~key`."""
     known = known_keys()
     parts = {key.rsplit(".", n)[0] for key in known for n in range(1, key.count(".") + 1)}
+    found = []
     for word in overrides:
         key, equals, value = word.partition("=")
         name = key.lstrip("+")
         if not equals or name.startswith("~"):
-            raise ConfigError(f"{word} is no setting: write key=value, such as learner.batch_size=32")
-        if name != name.strip():
-            raise ConfigError(f"{word} has spaces around its =: write {name.strip()}={value.strip()}")
-        if _kind_of(name) is not None:
+            found.append(f"{word} is no setting: write key=value, such as learner.batch_size=32")
+        elif name != name.strip():
+            found.append(f"{word} has spaces around its =: write {name.strip()}={value.strip()}")
+        elif _kind_of(name) is not None:
             continue  # what options there are, the part that is chosen says
-        if name not in known and name not in parts and name not in _groups():
-            raise ConfigError(f"{name}={value} is an unknown key: {_suggestion(name, list(known))}")
+        elif name not in known and name not in parts and name not in _groups():
+            found.append(f"{name}={value} is an unknown key: {_suggestion(name, list(known))}")
+    if found:
+        raise ConfigError("\n".join(found))
 
 
 def _suggestion(key: str, known: Sequence[str]) -> str:
@@ -397,7 +399,9 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         if choices and value not in (*choices, file or None):
             own = ", or your own as module:Class" if key in ("env", "engine") else ""
             meant = FAMILIAR_CHOICES.get(f"{key}={value}".lower())
-            hint = f"here it is {key}={meant}" if meant else f"choose one of {', '.join(choices)}{own}"
+            close = closest(value, choices)
+            hint = f"did you mean {key}={close}? " if close else ""
+            hint = f"here it is {key}={meant}" if meant else f"{hint}choose one of {', '.join(choices)}{own}"
             return f"{key}={value} is not known: {hint}"
         if key not in _groups() and (reason := _of_group(key, known)):
             return f"{key}={value}: {reason}"
@@ -430,9 +434,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
                 return f"{where}{full_key}={value} has the wrong type: it is a list: write '{full_key}=[{value}]'"
             if "is not Optional" in reason or "Incompatible value 'None'" in reason:
                 return f"{where}{full_key}={value} needs a value: the default is {default}"
-            if match := re.search(r"could not be converted to (\w+)", reason):
-                reason = f"{_TYPES.get(match[1], match[1])} is expected"
-            return f"{where}{full_key}={value} has the wrong type: {reason}; the default is {default}"
+            return f"{where}{full_key}={value} has the wrong type: {type_expected(cause)}; the default is {default}"
     said = str(causes[-1]).splitlines()[0]
     if match := re.search(r"Ambiguous value for argument '(.+?)'", said):
         return f"{match[1]} has several values, and a run has one: give one, or quote a text, as in \"key='a,b'\""
