@@ -77,13 +77,14 @@ ConfigStore.instance().store(name="schema", node=_RawConfig)
 _Section = TypeVar("_Section", EnvConfig, EngineConfig)
 
 
-def load(overrides: Sequence[str] = ()) -> Config:
+def load(overrides: Sequence[str] = (), left_out: Sequence[str] = ()) -> Config:
     """Compose, type-check and check a configuration.
 
     Args:
         overrides: Hydra's `key=value` and `group=choice` words, such as `experiment=quickstart learner.batch_size=32`.
             `experiment` may also be the path of a YAML file: one like those in configs/experiment/, or the config.yaml
             that a run has left in its folder.
+        left_out: beginnings of keys, such as `algorithm.`: what such a file sets there is not read.
 
     Raises:
         ConfigError: an unknown key, a wrong type, an impossible value or combination.
@@ -94,7 +95,7 @@ def load(overrides: Sequence[str] = ()) -> Config:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
-            words = _hydra_words([word for word in overrides if _kind_of(word) is None])
+            words = _hydra_words([word for word in overrides if _kind_of(word) is None], left_out)
             raw = compose("config", overrides=words)
             if "experiment=file" in words:
                 _leave_options_behind(raw, words)
@@ -186,13 +187,13 @@ def _kind_of(word: str) -> PartKind | None:
     return None
 
 
-def _hydra_words(overrides: Sequence[str]) -> list[str]:
+def _hydra_words(overrides: Sequence[str], left_out: Sequence[str]) -> list[str]:
     """The overrides as Hydra takes them: the settings of an `experiment=FILE.yaml` are an experiment of that name."""
     words = []
     for word in (word.lstrip("+") for word in overrides):
         key, _, value = word.partition("=")
         if key == "experiment" and Path(value).suffix in (".yaml", ".yml"):
-            settings = _with_presets(_settings_file(Path(value)), overrides)
+            settings = _with_presets(_settings_file(Path(value)), overrides, left_out)
             ConfigStore.instance().store(group="experiment", name="file", node=settings, package="_global_")
             defaults = {"defaults": settings.defaults} if "defaults" in settings else {}
             ConfigStore.instance().store(group="experiment", name="presets", node=defaults, package="_global_")
@@ -221,14 +222,14 @@ def _leave_options_behind(raw: DictConfig, words: Sequence[str]) -> None:
                 OmegaConf.update(raw, kind.key, kept, merge=False)
 
 
-def _with_presets(file: DictConfig, overrides: Sequence[str]) -> DictConfig:
+def _with_presets(file: DictConfig, overrides: Sequence[str], left_out: Sequence[str]) -> DictConfig:
     """The settings of a file under the presets that words choose, such as `algorithm=vtrace`, which take the place of
     those in the file: a run's config.yaml holds every setting, and would hide them.
 
     A preset's settings go over the file's. What the group's presets set in its own section, and what the file has
     elsewhere from the preset that it was made with, gives way to the defaults. All else in the file stays.
     """
-    settings = dict(_flat(OmegaConf.to_container(file)))
+    settings = {key: value for key, value in _flat(OmegaConf.to_container(file)) if not key.startswith(tuple(left_out))}
     for group, _, choice in (word.lstrip("+").partition("=") for word in overrides):
         if group == "experiment" or not (config_folder() / group / f"{choice}.yaml").is_file():
             continue  # no choice of a preset, or one that Hydra refuses
