@@ -24,6 +24,7 @@ from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, Omega
 from impala_llm.checks.familiar_names import FAMILIAR_CHOICES, meant_by
 from impala_llm.checks.idle_settings import in_force
 from impala_llm.checks.settings_checks import problems
+from impala_llm.part_signatures import type_expected
 from impala_llm.plugs import (
     AGENTS,
     ENGINES,
@@ -31,6 +32,7 @@ from impala_llm.plugs import (
     METRIC_WRITERS,
     PartKind,
     check,
+    closest,
     escaped,
     installed_parts,
     make_part,
@@ -40,9 +42,6 @@ from impala_llm.plugs import (
 )
 from impala_llm.processes.cgroups import most_cores
 from impala_llm.settings import PACKAGE, AlgorithmConfig, Config, EngineConfig, EnvConfig, leaves, plain, written
-
-_TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
-"""Types as OmegaConf names them, in words."""
 
 
 class ConfigError(ValueError):
@@ -78,13 +77,14 @@ ConfigStore.instance().store(name="schema", node=_RawConfig)
 _Section = TypeVar("_Section", EnvConfig, EngineConfig)
 
 
-def load(overrides: Sequence[str] = ()) -> Config:
+def load(overrides: Sequence[str] = (), left_out: Sequence[str] = ()) -> Config:
     """Compose, type-check and check a configuration.
 
     Args:
         overrides: Hydra's `key=value` and `group=choice` words, such as `experiment=quickstart learner.batch_size=32`.
             `experiment` may also be the path of a YAML file: one like those in configs/experiment/, or the config.yaml
             that a run has left in its folder.
+        left_out: beginnings of keys, such as `algorithm.`: what such a file sets there is not read.
 
     Raises:
         ConfigError: an unknown key, a wrong type, an impossible value or combination.
@@ -95,7 +95,7 @@ def load(overrides: Sequence[str] = ()) -> Config:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
-            words = _hydra_words([word for word in overrides if _kind_of(word) is None])
+            words = _hydra_words([word for word in overrides if _kind_of(word) is None], left_out)
             raw = compose("config", overrides=words)
             if "experiment=file" in words:
                 _leave_options_behind(raw, words)
@@ -187,13 +187,13 @@ def _kind_of(word: str) -> PartKind | None:
     return None
 
 
-def _hydra_words(overrides: Sequence[str]) -> list[str]:
+def _hydra_words(overrides: Sequence[str], left_out: Sequence[str]) -> list[str]:
     """The overrides as Hydra takes them: the settings of an `experiment=FILE.yaml` are an experiment of that name."""
     words = []
     for word in (word.lstrip("+") for word in overrides):
         key, _, value = word.partition("=")
         if key == "experiment" and Path(value).suffix in (".yaml", ".yml"):
-            settings = _with_presets(_settings_file(Path(value)), overrides)
+            settings = _with_presets(_settings_file(Path(value)), overrides, left_out)
             ConfigStore.instance().store(group="experiment", name="file", node=settings, package="_global_")
             defaults = {"defaults": settings.defaults} if "defaults" in settings else {}
             ConfigStore.instance().store(group="experiment", name="presets", node=defaults, package="_global_")
@@ -222,14 +222,14 @@ def _leave_options_behind(raw: DictConfig, words: Sequence[str]) -> None:
                 OmegaConf.update(raw, kind.key, kept, merge=False)
 
 
-def _with_presets(file: DictConfig, overrides: Sequence[str]) -> DictConfig:
+def _with_presets(file: DictConfig, overrides: Sequence[str], left_out: Sequence[str]) -> DictConfig:
     """The settings of a file under the presets that words choose, such as `algorithm=vtrace`, which take the place of
     those in the file: a run's config.yaml holds every setting, and would hide them.
 
     A preset's settings go over the file's. What the group's presets set in its own section, and what the file has
     elsewhere from the preset that it was made with, gives way to the defaults. All else in the file stays.
     """
-    settings = dict(_flat(OmegaConf.to_container(file)))
+    settings = {key: value for key, value in _flat(OmegaConf.to_container(file)) if not key.startswith(tuple(left_out))}
     for group, _, choice in (word.lstrip("+").partition("=") for word in overrides):
         if group == "experiment" or not (config_folder() / group / f"{choice}.yaml").is_file():
             continue  # no choice of a preset, or one that Hydra refuses
@@ -303,17 +303,20 @@ def _refuse_unknown_keys(overrides: Sequence[str]) -> None:
     """Hydra would take `+key=value` of any key, and leave out `~key`."""
     known = known_keys()
     parts = {key.rsplit(".", n)[0] for key in known for n in range(1, key.count(".") + 1)}
+    found = []
     for word in overrides:
         key, equals, value = word.partition("=")
         name = key.lstrip("+")
         if not equals or name.startswith("~"):
-            raise ConfigError(f"{word} is no setting: write key=value, such as learner.batch_size=32")
-        if name != name.strip():
-            raise ConfigError(f"{word} has spaces around its =: write {name.strip()}={value.strip()}")
-        if _kind_of(name) is not None:
+            found.append(f"{word} is no setting: write key=value, such as learner.batch_size=32")
+        elif name != name.strip():
+            found.append(f"{word} has spaces around its =: write {name.strip()}={value.strip()}")
+        elif _kind_of(name) is not None:
             continue  # what options there are, the part that is chosen says
-        if name not in known and name not in parts and name not in _groups():
-            raise ConfigError(f"{name}={value} is an unknown key: {_suggestion(name, list(known))}")
+        elif name not in known and name not in parts and name not in _groups():
+            found.append(f"{name}={value} is an unknown key: {_suggestion(name, list(known))}")
+    if found:
+        raise ConfigError("\n".join(found))
 
 
 def _suggestion(key: str, known: Sequence[str]) -> str:
@@ -397,7 +400,9 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         if choices and value not in (*choices, file or None):
             own = ", or your own as module:Class" if key in ("env", "engine") else ""
             meant = FAMILIAR_CHOICES.get(f"{key}={value}".lower())
-            hint = f"here it is {key}={meant}" if meant else f"choose one of {', '.join(choices)}{own}"
+            close = closest(value, choices)
+            hint = f"did you mean {key}={close}? " if close else ""
+            hint = f"here it is {key}={meant}" if meant else f"{hint}choose one of {', '.join(choices)}{own}"
             return f"{key}={value} is not known: {hint}"
         if key not in _groups() and (reason := _of_group(key, known)):
             return f"{key}={value}: {reason}"
@@ -430,9 +435,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
                 return f"{where}{full_key}={value} has the wrong type: it is a list: write '{full_key}=[{value}]'"
             if "is not Optional" in reason or "Incompatible value 'None'" in reason:
                 return f"{where}{full_key}={value} needs a value: the default is {default}"
-            if match := re.search(r"could not be converted to (\w+)", reason):
-                reason = f"{_TYPES.get(match[1], match[1])} is expected"
-            return f"{where}{full_key}={value} has the wrong type: {reason}; the default is {default}"
+            return f"{where}{full_key}={value} has the wrong type: {type_expected(cause)}; the default is {default}"
     said = str(causes[-1]).splitlines()[0]
     if match := re.search(r"Ambiguous value for argument '(.+?)'", said):
         return f"{match[1]} has several values, and a run has one: give one, or quote a text, as in \"key='a,b'\""

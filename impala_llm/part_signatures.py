@@ -2,12 +2,16 @@
 
 import contextlib
 import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import Field, field, make_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+_TYPES = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+"""Types as OmegaConf names them, in words."""
 
 
 def other_methods(part: type, like: type) -> str:
@@ -54,6 +58,15 @@ def other_signature(function: Any, arguments: Sequence[str]) -> str:
     return ""
 
 
+def is_async(function: Any) -> bool:
+    """Return whether a function, or an object that is called as one, returns coroutines.
+
+    What a decorator of functools.wraps returns is taken for what the function behind it returns.
+    """
+    calls = (function, type(function).__call__)
+    return any(inspect.iscoroutinefunction(call) for each in calls for call in (each, inspect.unwrap(each)))
+
+
 def unusable_type(option: Field[Any], options: type) -> str:
     """Return what is wrong with the type of an option, and what to write; "" where nothing is."""
     try:
@@ -67,6 +80,16 @@ def unusable_type(option: Field[Any], options: type) -> str:
         written = getattr(hint, "__name__", str(hint))
         return f"is {written} and its default is None: write {option.name}: {written} | None = None"
     return ""
+
+
+def type_expected(error: OmegaConfBaseException) -> str:
+    """Return what OmegaConf says of a value of a wrong type, in plain words where it names the type that is right."""
+    reason = str(error.msg or error).splitlines()[0]
+    if "is not Optional" in reason or "Incompatible value 'None'" in reason:
+        return "it needs a value"
+    match = re.search(r"could not be converted to (\w+)|is not a valid (bool)", reason)
+    named = match and (match[1] or match[2])
+    return f"{_TYPES.get(named, named)} is expected" if named else reason
 
 
 def takes_any(part: Any) -> bool:

@@ -18,7 +18,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -28,7 +28,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from impala_llm.part_signatures import other_methods, other_signature, parameters_of, takes_any, unusable_type
+from impala_llm.part_signatures import (
+    other_methods,
+    other_signature,
+    parameters_of,
+    takes_any,
+    type_expected,
+    unusable_type,
+)
 from impala_llm.processes.stop_signals import ToldToStop
 
 _INSTALLED = tuple(
@@ -186,14 +193,19 @@ def import_path(kind: PartKind, name: str) -> Any:
     if name in installed:
         return installed[name]
     names = [*kind.packaged, *(each for each in installed if each not in kind.packaged)]
-    lower = {each.lower(): each for each in names}
-    close = [lower[each] for each in difflib.get_close_matches(name.lower(), lower, n=1)]
-    if not close and "." in name:
-        close = [":".join(name.rsplit(".", 1))]
-    hint = f"did you mean {close[0]}? " if close else ""
+    close = closest(name, names) or (":".join(name.rsplit(".", 1)) if "." in name else "")
+    hint = f"did you mean {close}? " if close else ""
     choices = f"choose one of {', '.join(names)}, or " if names else "give "
     own = "module:Class" if kind.base else "module:Class or module:function"
     raise ValueError(f"{kind.key}={name} is not known: {hint}{choices}your own as {own}")
+
+
+def closest(name: str, names: Iterable[str]) -> str:
+    """Return the one of some names that is most like a name, or begins like it, whatever their case; "" where none."""
+    lower = {each.lower(): each for each in names}
+    begins = {each[: len(name)]: whole for each, whole in lower.items()}
+    found = [known[each] for known in (lower, begins) for each in difflib.get_close_matches(name.lower(), known, n=1)]
+    return next(iter(found), "")
 
 
 def installed_parts(kind: PartKind) -> dict[str, str]:
@@ -231,9 +243,11 @@ def _imported(path: str) -> Any:
         where = "" if is_absent else raised_at(error)
         raise ValueError(f"cannot be imported ({module}: {type(error).__name__}: {reason}{where}): {fix}") from error
     for name in names.split("."):
-        found = getattr(found, name, None)
-    if found is None:
-        raise ValueError(f"is not there: {module} has no {names}")
+        holder, found = found, getattr(found, name, None)
+        if found is None:
+            meant = closest(name, [each for each in dir(holder) if not each.startswith("_")])
+            hint = f": did you mean {path.removesuffix(names)}{names.replace(name, meant)}?" if meant else ""
+            raise ValueError(f"is not there: {module} has no {names}{hint}")
     return found
 
 
@@ -343,7 +357,7 @@ def make_options(kind: PartKind, name: str, options: type | None, values: Mappin
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(options), dict(values), named))
     except OmegaConfBaseException as error:
-        option, reason = error.full_key or "", str(error.msg or error).splitlines()[0]
+        option, reason = error.full_key or "", type_expected(error)
         if option in own and option not in values:
             raise ValueError(f"{key}.{option} is not set, and {chosen} has no default for it: set it") from None
         raise ValueError(
@@ -391,15 +405,6 @@ def check_call(kind: PartKind, name: str, part: Any, *given: Any, **arguments: A
         raise ValueError(f"{kind.key}={name} cannot be called: {error}: correct {kind.options_key}.*") from None
     except ValueError:  # it does not say what it takes
         pass
-
-
-def is_async(function: Any) -> bool:
-    """Return whether a function, or an object that is called as one, returns coroutines.
-
-    What a decorator of functools.wraps returns is taken for what the function behind it returns.
-    """
-    calls = (function, type(function).__call__)
-    return any(inspect.iscoroutinefunction(call) for each in calls for call in (each, inspect.unwrap(each)))
 
 
 def parts_with(kind: PartKind, option: str) -> list[str]:

@@ -12,14 +12,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from impala_llm import cli, launch
 from impala_llm.commands import parser as commands
 from impala_llm.commands.settings_reference import markdown, reference
-from impala_llm.config import known_keys, load
+from impala_llm.config import known_keys, load, to_yaml
 from impala_llm.learning.checkpoints.policy_folders import replace_folder
 from impala_llm.processes.stop_signals import STOP_SIGNALS
-from impala_llm.settings import ASSETS
+from impala_llm.settings import ASSETS, Config
 
 
 @pytest.fixture(autouse=True)
@@ -380,6 +381,32 @@ def test_a_runs_config_means_the_policy_that_it_has_learned(
     assert cli.main(words) == 2
     assert f"{tmp_path}/policy is not there, nor a checkpoint with one: the run" in capsys.readouterr().err
     assert played == [str(tmp_path / "policy"), "tiny_shopper", "tiny_shopper", "tiny_shopper"]
+
+
+def test_a_policy_is_evaluated_without_the_modules_of_what_trained_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from impala_llm import evaluate
+
+    played: list[Config] = []
+    monkeypatch.setattr(evaluate, "main", lambda config, as_json: played.append(config) or 0)
+    file = tmp_path / "settings.yaml"
+    own = {"algorithm.credit.name": "gone:Credit", "algorithm.loss.name": "gone:Loss", "algorithm.loss.tau": 0.5}
+    learned = {"algorithm.max_staleness": 8, "learner.sync_interval": 4, "algorithm.refill": 1.0}
+    settings = OmegaConf.create(to_yaml(load(["experiment=toy", "env.args.num_words=7"])))
+    for key, value in {**own, **learned, "run.metric_writers": ["gone:Writer"]}.items():
+        OmegaConf.update(settings, key, value)
+    file.write_text(OmegaConf.to_yaml(settings))
+    assert cli.main(["evaluate", "--config", str(file)]) == 0
+    said = capsys.readouterr().err
+    assert "algorithm, learner, replay, run.metric_writers of the file are left out" in said and "gone:Credit" in said
+    assert played[0].env.args.num_words == 7 and played[0].engine.max_length == 64
+    for command, word, why in (
+        *(("train", "--dry-run", "gone:Credit"), ("evaluate", "algorithm.loss.tau=1", "gone:Credit")),
+        ("evaluate", "env.args.num_wrds=3", "did you mean env.args.num_words?"),
+    ):
+        assert cli.main([command, "--config", str(file), word]) == 2
+        assert why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -92,12 +92,15 @@ def _rules_of_learning(config: Config) -> list[_Rule]:
     if learner.tensor_parallel > 1:
         shares.append("learner.tensor_parallel=1")
     overlong = max(1, config.engine.max_length // 4)
+    no_head = Idle(f"with algorithm.credit={algorithm.credit.name}, which has no value head", "algorithm.credit=gae")
     replayed = "replay.max_replayed_share=0.5" + (" and replay.max_replays=4" if replay.max_replays == 1 else "")
     return [
-        # Not model.value_hidden_size: checkpoints hold a head of that shape also where nothing trains it.
-        (not algorithm.credit.uses_values, ["learner.value_learning_rate", "model.value_trunk_gradient"],
-         Idle(f"with algorithm.credit={algorithm.credit.name}, which has no value head", "algorithm.credit=gae",
-              is_refused=False)),
+        # A fitted head of this width, beside the weights of model.path, is kept also where nothing trains it.
+        (not algorithm.credit.uses_values and config.model.path == "scratch", ["model.value_hidden_size"], no_head),
+        (not algorithm.credit.uses_values, ["learner.value_learning_rate"], no_head),
+        # The study's runs have the one as a word for every credit; the other, but 0, is refused also in a file.
+        (not algorithm.credit.uses_values, ["model.value_trunk_gradient", "learner.value_warmup_updates"],
+         no_head._replace(is_refused=False)),
         (algorithm.credit.ignores_turn_ratio, ["algorithm.credit.turn_ratio"],
          Idle("with algorithm.credit.granularity=token", "algorithm.credit.granularity=turn")),
         (not algorithm.uses_reference, ["algorithm.reference"], Idle(no_reference, "algorithm.kl_coef=0.05")),

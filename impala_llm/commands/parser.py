@@ -114,6 +114,8 @@ SETTINGS_HELP = (
     "meaning; `--help learner.` those of a part, `--help .` all. docs/settings.md is the same list. Parts, with how "
     "many settings each has: {}."
 )
+OF_LEARNERS = ("algorithm.", "learner.", "replay.", "run.metric_writers")
+"""Beginnings of the keys that `impala-llm evaluate` does not read."""
 FLAGS = {"train": "--dry-run", "evaluate": "--json", "doctor": "--json"}
 
 
@@ -166,7 +168,7 @@ def run_command(words: Sequence[str]) -> int:
             from impala_llm.commands.doctor import main as doctor
 
             return doctor(overrides, as_json=flagged)
-        config = load(overrides)
+        config = settings_to_evaluate(overrides) if command == "evaluate" else load(overrides)
         if command in ("train", "actors"):
             config, overrides = with_num_actors(config, overrides, visible_gpus())
         return commands[command](config, overrides, flagged)
@@ -294,6 +296,24 @@ def actors(config: Config, overrides: list[str], _flagged: bool) -> int:
     check_actors(config)
 
     return supervise_actors(config, overrides)
+
+
+def settings_to_evaluate(overrides: Sequence[str]) -> Config:
+    """Load settings, and where that fails, without what only a learner reads of a file: whoever is given a run's policy
+    and config.yaml need not have the module of its loss.
+
+    Raises:
+        ConfigError: they cannot be used without it either, or words set some of it.
+    """
+    try:
+        return load(overrides)
+    except ConfigError as error:
+        if any(word.lstrip("+").startswith(OF_LEARNERS) for word in overrides):
+            raise
+        config = load(overrides, left_out=OF_LEARNERS)
+        left_out = ", ".join(key.rstrip(".") for key in OF_LEARNERS)
+        print(f"impala-llm: {left_out} of the file are left out, as no evaluation reads them: {error}", file=sys.stderr)
+        return config
 
 
 def evaluate(config: Config, overrides: list[str], as_json: bool) -> int:

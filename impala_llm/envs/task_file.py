@@ -13,7 +13,8 @@ from impala_llm.envs.extras import needed
 from impala_llm.envs.json_lines import read_json_lines
 from impala_llm.envs.scoring_process import ScoringProcess
 from impala_llm.envs.single_turn import ReferenceScript, SingleTurnSession
-from impala_llm.plugs import VERIFIERS, check_call, is_async, load
+from impala_llm.part_signatures import is_async
+from impala_llm.plugs import VERIFIERS, check_call, load
 from impala_llm.settings import bounded
 
 _VALIDATION, _TEST = 5, 5

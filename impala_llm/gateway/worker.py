@@ -30,7 +30,8 @@ from typing import Any, BinaryIO
 from impala_llm.gateway.descendants import WORKER, folder_prefix, kill_started
 from impala_llm.gateway.tasks import Task
 from impala_llm.gateway.worker_pipes import open_pipe
-from impala_llm.plugs import AGENTS, is_async, load, raised_at
+from impala_llm.part_signatures import is_async
+from impala_llm.plugs import AGENTS, load, raised_at
 
 ALIVE_S = 1.0
 """Time between two signs of life."""

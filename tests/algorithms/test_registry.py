@@ -252,6 +252,11 @@ def test_a_name_alone_and_a_name_with_options_are_settings_of_files_and_words(tm
         (["algorithm.loss=my_parts:Unfinished"], ["algorithm.loss=my_parts:Unfinished", "it lacks __call__"]),
         (["algorithm.loss=my_parts:Lone"], ["its __call__ takes (scored), and is called with (scored, advantages)"]),
         (["algorithm.loss=my_parts:an_instance"], ["algorithm.loss=my_parts:an_instance is a MyLoss: name a class"]),
+        (["algorithm.loss=my_parts:myloss"], ["my_parts has no myloss: did you mean my_parts:MyLoss?"]),
+        (
+            ["algorithm.loss=my_parts:MyLoss", "algorithm.loss.limit=abc"],
+            ["algorithm.loss.limit=abc has the wrong type: a number is expected; the default is 2.0"],
+        ),
         (["algorithm.loss=my_parts:Required"], ["algorithm.loss.margin is not set"]),
         (
             ["algorithm.credit=vtrace", "algorithm.credit.granularity=token", "algorithm.credit.turn_ratio=product"],

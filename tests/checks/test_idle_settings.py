@@ -138,6 +138,8 @@ def test_it_is_taken_with_the_setting_that_gives_it_one() -> None:
         (["replay.target_ess=0.5"], "replay.target_ess"),
         (["replay.target_ess=0.5", "replay.max_replays=2"], "replay.target_ess"),
         (["evaluation.patience=3"], "evaluation.patience"),
+        (["algorithm=group_relative", "learner.value_learning_rate=0.5"], "learner.value_learning_rate"),
+        (["algorithm=group_relative", "model.value_hidden_size=8"], "model.value_hidden_size"),
         (["agent.command=echo", "env=corridor", "env.args.num_tasks=9"], "env"),
         (["agent.command=echo", "env=tasks", "env.args.file=a.jsonl"], "env"),
     ],
@@ -172,12 +174,27 @@ def test_an_agent_plays_no_environment(words: list[str], said: str) -> None:
     assert not OmegaConf.create(to_yaml(load([*agent, "env=parrot"]), only_in_force=True)).env
 
 
-def test_a_value_head_that_nothing_trains_has_no_rate() -> None:
-    """Comparisons of credits give the rate to all of them, so it is not refused."""
-    for credit, is_shown in (("rloo", False), ("gae", True)):
-        words = ["model=scratch", "algorithm.group_size=2", f"algorithm.credit={credit}"]
-        shown = OmegaConf.create(to_yaml(load([*words, "learner.value_learning_rate=0.5"]), only_in_force=True))
-        assert ("value_learning_rate" in shown.learner) == is_shown
+OF_THE_HEAD = {"learner.value_learning_rate": "0.5", "model.value_hidden_size": "8"}
+
+
+@pytest.mark.parametrize("key", OF_THE_HEAD)
+def test_a_value_head_that_nothing_trains_has_no_settings(key: str) -> None:
+    words = ["model=scratch", "algorithm.group_size=2", f"{key}={OF_THE_HEAD[key]}"]
+    load([*words, "algorithm.credit=gae"])
+    with pytest.raises(ConfigError, match=rf"{key}=\S+ has no effect with algorithm\.credit=rloo, which has no value"):
+        load([*words, "algorithm.credit=rloo"])
+
+
+def test_a_dry_run_shows_no_settings_of_a_value_head_that_nothing_trains() -> None:
+    hidden = {*OF_THE_HEAD, "model.value_trunk_gradient", "learner.value_warmup_updates"}
+    for credit, expected in (("rloo", set[str]()), ("gae", hidden)):
+        config = load(["model=scratch", "algorithm.group_size=2", f"algorithm.credit={credit}"])
+        shown = OmegaConf.create(to_yaml(config, only_in_force=True))
+        assert {key for key in hidden if OmegaConf.select(shown, key, default="no") != "no"} == expected
+
+
+def test_a_fitted_value_head_is_kept_by_its_width_also_where_nothing_trains_it() -> None:
+    load(["model=tiny_shopper", "algorithm=group_relative", "model.value_hidden_size=8"])
 
 
 def test_what_evaluate_reads_alone_is_taken_and_not_shown() -> None:
