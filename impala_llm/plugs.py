@@ -26,7 +26,7 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from impala_llm.part_signatures import (
     other_methods,
@@ -358,8 +358,11 @@ def make_options(kind: PartKind, name: str, options: type | None, values: Mappin
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(options), dict(values), named))
     except OmegaConfBaseException as error:
         option, reason = error.full_key or "", type_expected(error)
-        if option in own and option not in values:
+        if isinstance(error, MissingMandatoryValue):
             raise ValueError(f"{key}.{option} is not set, and {chosen} has no default for it: set it") from None
+        if option in own and option not in values:
+            what = f"{chosen} cannot be used: the default {own[option]!r} of its option {option}"
+            raise ValueError(f"{what} has the wrong type: {reason}") from None
         raise ValueError(
             f"{key}.{option}={values.get(option)} has the wrong type: {reason}; the default is {own.get(option)!r}"
         ) from None

@@ -74,6 +74,10 @@ class Sentences(PlainReturn):
     def problems(self, algorithm):
         return ("one sentence", "another one")
 
+@dataclass
+class Misdefined(MyLoss):
+    cap: float = "two"
+
 class Undecorated(MyLoss):
     margin: float = 0.5
 
@@ -256,6 +260,10 @@ def test_a_name_alone_and_a_name_with_options_are_settings_of_files_and_words(tm
         (
             ["algorithm.loss=my_parts:MyLoss", "algorithm.loss.limit=abc"],
             ["algorithm.loss.limit=abc has the wrong type: a number is expected; the default is 2.0"],
+        ),
+        (
+            ["algorithm.loss=my_parts:Misdefined"],
+            ["my_parts:Misdefined cannot be used: the default 'two' of its option cap has the wrong type: a number is"],
         ),
         (["algorithm.loss=my_parts:Required"], ["algorithm.loss.margin is not set"]),
         (
