@@ -89,8 +89,8 @@ def load(overrides: Sequence[str] = (), left_out: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: an unknown key, a wrong type, an impossible value or combination.
     """
-    overrides = [_present_word(word) for word in overrides]
-    _refuse_unknown_keys(overrides)
+    overrides = [present_word(word) for word in overrides]
+    refuse_unknown_keys(overrides)
     overrides = [f"{word.removesuffix('=None')}=null" if word.endswith("=None") else word for word in overrides]
     GlobalHydra.instance().clear()
     try:
@@ -151,7 +151,7 @@ def _with_part(section: _Section, kind: PartKind, overrides: Sequence[str]) -> _
     return replace(section, **{"name": name, slot: options})
 
 
-def _present_word(word: str) -> str:
+def present_word(word: str) -> str:
     """A word of the command line as the settings have it.
 
     `env=module:Class`, and `env=NAME` of an installed part that no preset has the name of, mean `env.name=...`, as for
@@ -299,7 +299,7 @@ def known_keys() -> Mapping[str, object]:
     return keys
 
 
-def _refuse_unknown_keys(overrides: Sequence[str]) -> None:
+def refuse_unknown_keys(overrides: Sequence[str]) -> None:
     """Hydra would take `+key=value` of any key, and leave out `~key`."""
     known = known_keys()
     parts = {key.rsplit(".", n)[0] for key in known for n in range(1, key.count(".") + 1)}

@@ -101,6 +101,50 @@ def test_help_takes_settings_beside_it(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out.startswith("impala-llm train")
 
 
+OWN_PARTS = """
+from dataclasses import dataclass
+from impala_llm.algorithms.losses import Reinforce
+
+@dataclass
+class SoftLoss(Reinforce):
+    tau: float = 0.5
+    \"\"\"Softness of the loss.\"\"\"
+
+class NextLetter:
+    def __init__(self, num_letters: int, others: list[int] = []): ...
+"""
+
+
+def test_help_lists_the_options_of_own_parts_too(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (user_folder / "own.py").write_text(OWN_PARTS)
+    for words, line in (
+        (
+            ["softness", "algorithm.loss=own:SoftLoss"],
+            "algorithm.loss.tau=0.5\n    own:SoftLoss: Softness of the loss.",
+        ),
+        (["num_letters", "env=own:NextLetter"], "env.args.num_letters=...  (must be set)\n    own:NextLetter: "),
+        (["args.others", "env.name=own:NextLetter", "learner.epochs=2"], "env.args.others=[]\n"),
+        (["num_words", "env=parrot"], "env.args.num_words="),
+    ):
+        assert cli.main(["train", "--help", *words]) == 0
+        assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["learner.minib", "nonsense"], "--help searches for one word, and besides 'learner.minib' there is nonsense"),
+        (["learner.minib", "foo=bar"], "foo=bar is an unknown key"),
+        (["learner.minib", "--fast"], "--fast is no option of this command"),
+        (["tau", "algorithm.loss=nowhere:Loss"], "algorithm.loss=nowhere:Loss cannot be imported"),
+    ],
+)
+def test_help_refuses_what_it_does_not_read(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--help", *words]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and not printed.out
+
+
 @pytest.mark.parametrize(
     "words",
     [

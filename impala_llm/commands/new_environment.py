@@ -71,12 +71,14 @@ def main(words: Sequence[str]) -> int:
         print("impala-llm new-env NAME: writes NAME.py and test_NAME.py into this directory", file=sys.stderr)
         return 0 if words and words[0] in ("-h", "--help") else 2
     [name] = words
-    if not name.isidentifier() or keyword.iskeyword(name) or name in sys.stdlib_module_names:
+    if not name.isidentifier() or keyword.iskeyword(name):
         print(f"impala-llm new-env {name}: give it the name of a new module, such as my_env", file=sys.stderr)
         return 2
-    if importlib.util.find_spec(name) is not None:
+    is_pythons = name in sys.stdlib_module_names
+    if is_pythons or importlib.util.find_spec(name) is not None:
+        there = "Python has" if is_pythons else "there is"
         print(
-            f"impala-llm new-env {name}: there is a package or module {name} already, which would hide it, or be "
+            f"impala-llm new-env {name}: {there} a package or module {name} already, which would hide it, or be "
             "hidden: choose another name",
             file=sys.stderr,
         )

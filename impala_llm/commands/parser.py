@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from impala_llm.checks.familiar_names import FAMILIAR_CHOICES
-from impala_llm.config import ConfigError, config_folder, load
+from impala_llm.config import ConfigError, config_folder, load, refuse_unknown_keys
 from impala_llm.engines.base import EngineError
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.gpus import visible_gpus, with_num_actors
@@ -111,8 +111,9 @@ With pipeline.connect it looks at the host of actors, else at the learner's.
 }
 SETTINGS_HELP = (
     "`impala-llm {} --help WORD` shows the settings that have WORD in their key or meaning, with default, range and "
-    "meaning; `--help learner.` those of a part, `--help .` all. docs/settings.md is the same list. Parts, with how "
-    "many settings each has: {}."
+    "meaning; `--help learner.` those of a part, `--help .` all. docs/settings.md is the same list. With a part of "
+    "your own beside it, as in `--help WORD env=my_env:MySuite`, its options are searched too. Parts, with how many "
+    "settings each has: {}."
 )
 OF_LEARNERS = ("algorithm.", "learner.", "replay.", "run.metric_writers")
 """Beginnings of the keys that `impala-llm evaluate` does not read."""
@@ -152,9 +153,11 @@ def run_command(words: Sequence[str]) -> int:
         print(unknown if command else USAGE, file=sys.stderr)
         return 2
     if "-h" in rest or "--help" in rest:
-        before = ["", *rest]  # of a setting or an option's value nothing is searched
-        free = [word for last, word in zip(before, rest, strict=False) if last not in ("--config", "--num-actors")]
-        return show_help(command, next((word for word in free if not word.startswith("-") and "=" not in word), ""))
+        try:
+            return show_help(command, options(command, [word for word in rest if word not in ("-h", "--help")])[1])
+        except ValueError as error:
+            print(f"impala-llm: {error}", file=sys.stderr)
+            return 2
     commands: dict[str, Callable[[Config, list[str], bool], int]] = {
         "train": train,
         "actors": actors,
@@ -177,16 +180,35 @@ def run_command(words: Sequence[str]) -> int:
         return 2
 
 
-def show_help(command: str, word: str) -> int:
-    """Print what the command does, or the settings that have the word in key or meaning. Returns the exit code."""
+def show_help(command: str, words: Sequence[str]) -> int:
+    """Print what the command does, or the settings that have a word in key or meaning.
+
+    Args:
+        words: the word to search for, if any, and `key=value`, of which those that name parts of the user's own have
+            the options of these searched too.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ValueError: several words to search for, an unknown key, or a part that is not there.
+    """
     from impala_llm.commands.settings_reference import parts, reference
 
+    word, *more = [word for word in words if "=" not in word] or [""]
+    if more:
+        raise ConfigError(
+            f"--help searches for one word, and besides {word!r} there is {' '.join(more)}: leave out all but one, or "
+            "quote what belongs together"
+        )
+    settings_given = [word for word in words if "=" in word]
+    refuse_unknown_keys(settings_given)
     width = min(shutil.get_terminal_size((80, 24)).columns, 120)
     if not word:
         counts = ", ".join(f"{part} ({number})" for part, number in parts().items())
         print(f"{HELP[command]}\n\n{textwrap.fill(SETTINGS_HELP.format(command, counts), width)}")
         return 0
-    if settings := reference(word, width):
+    if settings := reference(word, width, settings_given):
         print(settings)
         return 0
     unknown = f"impala-llm: no setting has {word!r} in its key or meaning: see `impala-llm {command} --help`"

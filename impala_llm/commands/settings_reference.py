@@ -12,7 +12,7 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import groupby
@@ -20,7 +20,9 @@ from typing import Any
 
 from impala_llm import settings
 from impala_llm.algorithms.registry import PARTS
-from impala_llm.plugs import ENVIRONMENTS, load, option_fields
+from impala_llm.config import present_word
+from impala_llm.part_signatures import parameters_of
+from impala_llm.plugs import ENGINES, ENVIRONMENTS, PartKind, load, option_fields
 from impala_llm.settings import CreditSettings, LossSettings
 
 INTRODUCTION = """\
@@ -57,13 +59,19 @@ def parts() -> dict[str, int]:
     return dict(Counter(key.partition(".")[0] for key in keys))
 
 
-def reference(word: str, width: int = 100) -> str:
+def reference(word: str, width: int = 100, words: Sequence[str] = ()) -> str:
     """The settings that have `word` in their key or meaning, in any case, as lines of at most `width` characters.
 
     In the order of settings.py, those with the word in their key first. Empty where there is none.
+
+    Args:
+        words: `key=value`, of which some may name parts of the user's own: their options are among the settings.
+
+    Raises:
+        ValueError: there is no such part.
     """
     lines: list[str] = []
-    entries = list(_entries(settings.Config(), ""))
+    entries = [*_entries(settings.Config(), ""), *_of_own_parts(words)]
     word = word.lower()
     named = [e for e in entries if word in e.key.lower() or word.replace(" ", "_") in e.key.lower()]
     for entry in [*named, *(e for e in entries if e not in named and word in e.meaning.lower())]:
@@ -117,17 +125,38 @@ def _of_environments() -> Iterator[Entry]:
     for name in ENVIRONMENTS.packaged:
         options = None if name in ENVIRONMENTS.settings else getattr(load(ENVIRONMENTS, name), "Options", None)
         for field in () if options is None else fields(options):
-            default = field.default if field.default_factory is MISSING else field.default_factory()
-            is_given = default is not MISSING
-            entry = Entry(
-                f"{ENVIRONMENTS.options_key}.{field.name}",
-                _written(default) if is_given else "...",
-                _allowed(field) if is_given else "must be set",
-                _meanings(options)[field.name],
-            )
+            entry = _option(ENVIRONMENTS, field, _meanings(options)[field.name])
             owners.setdefault(entry, []).append(name)
     for entry, names in owners.items():
         yield replace(entry, meaning=f"{', '.join(names)}: {entry.meaning}")
+
+
+def _of_own_parts(words: Sequence[str]) -> Iterator[Entry]:
+    """The options of each part that is no packaged one among those that words name."""
+    named = dict(present_word(word).lstrip("+").partition("=")[::2] for word in words)
+    for kind in (*PARTS.values(), ENVIRONMENTS, ENGINES):
+        name = named.get(kind.key)
+        if name is None or name in kind.packaged:
+            continue
+        part = load(kind, name)
+        options = part if kind.base else getattr(part, "Options", None)
+        meanings = {} if options is None else _meanings(options)
+        if options is None and kind.by_signature:
+            options = parameters_of(part)
+        for field in () if options is None else option_fields(options) if kind.base else fields(options):
+            yield _option(kind, field, f"{name}: {meanings.get(field.name, 'its own option.')}")
+
+
+def _option(kind: PartKind, field: Field[Any], meaning: str) -> Entry:
+    """An option of a part."""
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    is_given = default is not MISSING
+    return Entry(
+        f"{kind.options_key}.{field.name}",
+        _written(default) if is_given else "...",
+        _allowed(field) if is_given else "must be set",
+        meaning,
+    )
 
 
 def _of_parts(key: str, packaged: Mapping[str, type]) -> Iterator[Entry]:

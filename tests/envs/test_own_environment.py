@@ -11,6 +11,8 @@ import pytest
 from impala_llm.cli import main
 from impala_llm.config import ConfigError, load, to_yaml
 from impala_llm.envs import make_suite
+from impala_llm.envs.contract import EnvironmentFault
+from impala_llm.settings import EnvConfig
 from tests.helpers import files_of_at_most
 from tests.system.forked_command import forked_command
 
@@ -293,6 +295,19 @@ def test_what_new_env_writes_passes_its_test_and_trains(user_folder: Path) -> No
     assert len((user_folder / "run/tensorboard/metrics.jsonl").read_text().splitlines()) == 2
 
 
+def test_an_environment_that_raises_when_it_is_made_is_named_with_file_and_line(user_folder: Path) -> None:
+    (user_folder / "raising.py").write_text("def suite():\n    raise RuntimeError('no data')\n")
+    with pytest.raises(
+        EnvironmentFault, match=r"raising:suite cannot be made: RuntimeError: no data, in .*ing\.py:2: "
+    ):
+        make_suite(EnvConfig(name="raising:suite"))
+    others = (load(["model=scratch", "env=tasks", "env.args.file=none"]).env, EnvConfig(name="raising:absent"))
+    for other in others:
+        with pytest.raises(EnvironmentFault, match="cannot be made") as caught:
+            make_suite(other)
+        assert ".py" not in str(caught.value), "our code helps nobody"
+
+
 def test_new_env_writes_both_files_or_none(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with files_of_at_most(0):
         assert main(["new-env", "guess"]) == 2
@@ -307,8 +322,9 @@ def test_new_env_writes_over_nothing(user_folder: Path, capsys: pytest.CaptureFi
     (user_folder / "test_guess.py").write_text("mine")
     assert main(["new-env", "guess"]) == 2 and "test_guess.py is there already" in capsys.readouterr().err
     assert [path.name for path in user_folder.iterdir()] == ["test_guess.py"]
-    for name in ("my-env", "json", "class", ""):
+    for name in ("my-env", "class", ""):
         assert main(["new-env", name]) == 2 and "name of a new module" in capsys.readouterr().err
-    for name in ("numpy", "impala_llm"):
-        assert main(["new-env", name]) == 2 and "a package or module" in capsys.readouterr().err
+    for name, there in (("numpy", "there is"), ("impala_llm", "there is"), ("json", "Python has")):
+        assert main(["new-env", name]) == 2
+        assert f"new-env {name}: {there} a package or module {name} already" in capsys.readouterr().err
         assert not Path(f"{name}.py").exists()
