@@ -49,8 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if not getattr(config.option, "loadgroup", False):
         return  # no worker, or one that takes tests in another way
-    limits = {item: next((mark.args[0] for mark in item.iter_markers("timeout")), 0) for item in items}
-    items.sort(key=lambda item: -limits[item])
+    items.sort(key=lambda item: -next((mark.args[0] for mark in item.iter_markers("timeout")), 0))
     for item in items:
         group = "_".join(sorted({mark.args[0] for mark in item.iter_markers("xdist_group")}))
         if group and not item.nodeid.endswith(f"@{group}") and hasattr(item, "_id"):
