@@ -70,7 +70,7 @@ MAX_BACKOFF_S = 60.0
 LOAD_PAUSE_S = 10.0
 """Seconds after which weights that the engine has refused are loaded again, if no newer ones are announced before."""
 ABORT_GRACE_S = 5.0
-"""Seconds after the time limit of an episode in which its aborted answer or its step ends and its turns are sent."""
+"""Seconds after the time limit of an episode in which its aborted completion or step ends and its turns are sent."""
 
 
 class Actor:

@@ -1,7 +1,7 @@
 """Records demonstrations: episodes that a script, a policy or a person plays, see demonstrations.py.
 
 A script and a person answer in text. Here they are engines, so that the same rollout lays their episodes out as it does
-a policy's: the environment gets the text of the answer's ids. Their answers have log-probability 0.
+a policy's: the environment gets the text of the completion's ids. Their completions have log-probability 0.
 
 Invariant: recorded episodes are kept. An interrupted recording continues without playing again what the folder has. One
 process at a time records into a folder.
@@ -96,8 +96,8 @@ def record(config: Config) -> Path:
             raise SystemExit(128 + signal.SIGINT if isinstance(stop, KeyboardInterrupt) else stop.code) from None
     if too_long:
         print(
-            f"{too_long} episodes did not fit into engine.max_length={config.engine.max_length} tokens with answers of "
-            f"engine.max_new_tokens={config.engine.max_new_tokens}, and are left out",
+            f"{too_long} episodes did not fit into engine.max_length={config.engine.max_length} tokens with "
+            f"completions of engine.max_new_tokens={config.engine.max_new_tokens}, and are left out",
             file=sys.stderr,
         )
     return folder
@@ -188,7 +188,7 @@ async def _record(config: Config, policy: Path, folder: Path, numbers: Sequence[
                     return None
                 except contract.EnvironmentFault:
                     raise
-                except ValueError as error:  # there is no room for even the first answer
+                except ValueError as error:  # there is no room for even the first completion
                     raise ConfigError(str(error)) from None
             if not any(session.last[2:4]):  # neither terminated nor truncated: the next observation does not fit
                 left_out()
@@ -288,7 +288,7 @@ class _Spoken:
         self._chat, self._watched, self._act = chat, watched, act
 
     async def generate(self, session_id: str, prompt: Sequence[int], params: SamplingParams) -> Generation:
-        tokens = self._chat.answer(self._act(self._watched.last[0], self._watched.last[-1]))
+        tokens = self._chat.completion(self._act(self._watched.last[0], self._watched.last[-1]))
         reason: FinishReason = "stop"
         if len(tokens) == params.max_new_tokens + 1:  # as a policy's that is cut after its last word
             tokens, reason = tokens[:-1], "length"
@@ -305,14 +305,14 @@ def _typed(chat: ChatFormat, most: int, observation: str, _info: dict[str, Any])
     """The action that a person types, asked for until it can be one. Raises _Ended where they end the recording.
 
     Args:
-        most: tokens of an answer.
+        most: tokens of a completion.
     """
     print(observation.strip(), flush=True)
     while True:
         action = _line()
         if action is None or contract.text_problem(action):
             print("not UTF-8, type it again", flush=True)
-        elif (length := len(chat.answer(action)) - 1) > most:  # without the token that ends it
+        elif (length := len(chat.completion(action)) - 1) > most:  # without the token that ends it
             print(f"{length} tokens, and engine.max_new_tokens={most} is the most: type a shorter answer", flush=True)
         elif action:
             return action

@@ -324,7 +324,7 @@ def describe(demonstrations: Sequence[Demonstration]) -> str:
         f"score {scores.mean():.3f}, success {np.mean([row.success for row in rows]):.3f}; scores from {histogram}\n"
         f"{tokens.sum():,} tokens, {tokens.mean():.0f} an episode ({tokens.min()} to {tokens.max()}), of them "
         f"{np.mean([row.num_action_tokens for row in rows]):.0f} in {np.mean([len(row.turns) for row in rows]):.1f} "
-        "answers"
+        "completions"
     )
 
 

@@ -27,7 +27,7 @@ def failure_reason(error: Exception, timeout_s: float) -> str:
     if isinstance(error, TimeoutError) and not said:
         said = f"not done in actor.episode_timeout_s={timeout_s:g}"
         if not is_fault(error):
-            said += ", when the engine was still at an answer: where it is slow, raise it"
+            said += ", when the engine was still at a completion: where it is slow, raise it"
     return f"{type(error).__name__}: {said}"
 
 

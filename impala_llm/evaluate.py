@@ -68,7 +68,7 @@ def evaluate(
         suite: whose split `config.evaluation.split` is played; sessions are not in training mode.
         num_examples: episodes to return as text: the first ones, in canonical order.
 
-    Raises ConfigError where the first observation of a task leaves no room for an answer.
+    Raises ConfigError where the first observation of a task leaves no room for a completion.
     """
     contract.warn_of_shared_tasks(suite, config.evaluation.split)  # type: ignore[arg-type]
     tasks = contract.tasks(suite, config.evaluation.split)[: config.evaluation.num_tasks]  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ async def _play_all(
                 return await play_episode(spec, session, engine, chat, limits, transcripts.get(task))
             except EnvironmentFault:
                 raise
-            except ValueError as error:  # there is no room for even the first answer
+            except ValueError as error:  # there is no room for even the first completion
                 raise ConfigError(str(error)) from None
 
     try:
@@ -161,7 +161,7 @@ async def _play_by_agent(
 
     Raises:
         EnvironmentFault: the agent failed.
-        EngineError: the engine failed, or was still at an answer when the time was over.
+        EngineError: the engine failed, or was still at a completion when the time was over.
     """
     try:
         async with asyncio.timeout(timeout_s):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from impala_llm.rollout import ChatFormat
 
 _LOCK = threading.Lock()
-"""One answer at a time: the others wait in threads, and not in the actor's event loop."""
+"""One completion at a time: the others wait in threads, and not in the actor's event loop."""
 
 
 class FrozenPolicy:

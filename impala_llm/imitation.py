@@ -65,9 +65,9 @@ class Imitation:
         turns = max(1, sum(len(row.turns) for row in rows if not row.bootstrap))
 
         def learned(cpu_micro: PackedBatch) -> tuple[float, ...]:
-            of_tokens, of_answers, of_values = self._sums(cpu_micro, rows)
+            of_tokens, of_completions, of_values = self._sums(cpu_micro, rows)
             (of_tokens / weight + self.value_coef * of_values / turns).backward()
-            return of_answers.item(), of_values.item()
+            return of_completions.item(), of_values.item()
 
         found = self.budget.in_micro_batches(rows, learned, self.model.zero_grad)
         tokens = sum(row.num_action_tokens for row in rows)
@@ -102,8 +102,8 @@ class Imitation:
         """Log the losses of demonstrations that are not learned from."""
 
         def sums(cpu_micro: PackedBatch) -> tuple[float, float]:
-            _, of_answers, of_values = self._sums(cpu_micro, rows)
-            return of_answers.item(), of_values.item()
+            _, of_completions, of_values = self._sums(cpu_micro, rows)
+            return of_completions.item(), of_values.item()
 
         found = self.budget.in_micro_batches(rows, sums)
         self.log.add("sft/held_out_loss", sum(e[0] for e in found) / sum(row.num_action_tokens for row in rows))
@@ -119,24 +119,24 @@ class Imitation:
     def _sums(
         self, cpu_micro: PackedBatch, rows: Sequence[Trajectory]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sums over a micro-batch: weighted negative log-likelihood of its tokens, that of its answers without
+        """Sums over a micro-batch: weighted negative log-likelihood of its tokens, that of its completions without
         gradient, and squared errors of its values; scalars, in nats and squared rewards."""
         micro, sft = cpu_micro.to(self.ranks.device), self.config.sft
         hidden = self.model.hidden(micro.tokens, micro.position_ids, micro.context_lengths)
         indices = self._target_indices(micro)
-        is_answer = torch.zeros_like(micro.tokens, dtype=torch.bool)
-        is_answer[micro.action_positions] = True
-        is_answer = is_answer[indices]
+        is_completion = torch.zeros_like(micro.tokens, dtype=torch.bool)
+        is_completion[micro.action_positions] = True
+        is_completion = is_completion[indices]
         # At temperature 1: that of later sampling is no property of the demonstrations.
         losses = -self.model.action_log_probs(hidden[indices - 1], micro.tokens[indices], 1.0)[0]
-        of_tokens = torch.where(is_answer, losses, sft.observation_weight * losses).sum()
-        of_answers = losses.detach()[is_answer].sum()
+        of_tokens = torch.where(is_completion, losses, sft.observation_weight * losses).sum()
+        of_completions = losses.detach()[is_completion].sum()
         if not self.value_coef:
-            return of_tokens, of_answers, of_answers.new_zeros(())
+            return of_tokens, of_completions, of_completions.new_zeros(())
         discount = self.config.algorithm.credit.discount
         targets = torch.from_numpy(np.concatenate([returns_to_go(rows[i], discount) for i in micro.members]))
         errors = self.model.values(hidden[micro.turn_value_positions]) - targets.to(hidden.device)
-        return of_tokens, of_answers, errors[errors.detach().isfinite()].square().sum()
+        return of_tokens, of_completions, errors[errors.detach().isfinite()].square().sum()
 
     def _target_indices(self, micro: PackedBatch) -> torch.Tensor:
         """int64[N]: the tokens with a weight; never the first of a row, which nothing predicts."""

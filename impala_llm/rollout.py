@@ -1,7 +1,7 @@
 """One episode: environment × engine → `Trajectory`. Tokens in, tokens out.
 
-Invariant: the token row of an episode only ever grows. Observations are tokenised once, when they arrive; answers are
-the engine's ids and are never decoded and encoded again, so the learner scores exactly what the policy saw and said.
+Invariant: the token row of an episode only ever grows. Observations are tokenised once, when they arrive; completions
+are the engine's ids, never decoded and encoded again, so the learner scores exactly what the policy saw and said.
 """
 
 import asyncio
@@ -21,20 +21,20 @@ from impala_llm.envs import contract
 from impala_llm.envs.base import AsyncSession, Session
 from impala_llm.trajectory import NO_VERSION, Trajectory
 
-ENGINE_AWAITED = "an answer of the engine was awaited"
+ENGINE_AWAITED = "a completion of the engine was awaited"
 """Argument of the CancelledError of an episode that was cancelled meanwhile. It is no class of its own: Python 3.11's
 `asyncio.timeout` makes a TimeoutError of CancelledError itself, and of no subclass."""
 
 
 class EpisodeAborted(RuntimeError):
-    """The engine ended an answer early, and there is nothing to learn from what was played before."""
+    """The engine ended a completion early, and there is nothing to learn from what was played before."""
 
 
 class ChatFormat:
-    """Turns observations into tokens around the answers, by the tokenizer's own chat template.
+    """Turns observations into tokens around the completions, by the tokenizer's own chat template.
 
     The template is rendered once with marks in place of the messages; the texts between the marks are the fixed pieces
-    of a conversation. Rendering it again for every turn would re-tokenise earlier answers, and some templates
+    of a conversation. Rendering it again for every turn would re-tokenise earlier completions, and some templates
     rewrite them.
 
     Args:
@@ -43,14 +43,14 @@ class ChatFormat:
 
     Raises:
         ValueError: the tokenizer has no chat template, or one that drops or repeats messages, or that writes no special
-            token behind an answer.
+            token behind a completion.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system_prompt: str = "") -> None:
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat_template: set one in the policy's directory (model.path)")
         self._tokenizer = tokenizer
-        marks = ["qzobservationone", "qzanswerone", "qzobservationtwo"]  # letters only: no template alters them
+        marks = ["qzobservationone", "qzcompletionone", "qzobservationtwo"]  # letters only: no template alters them
         system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         conversation = [
             {"role": role, "content": mark} for role, mark in zip(("user", "assistant", "user"), marks, strict=True)
@@ -75,13 +75,13 @@ class ChatFormat:
         self._closing = self.closing_of(between)
         if not self._closing:
             raise ValueError(
-                f"the chat template writes {closing!r} behind an answer: no special token ends it, and a text may be a "
-                f"part of an answer; let it write eos_token={tokenizer.eos_token!r} or another special token there"
+                f"the chat template writes {closing!r} behind a completion: no special token ends it, and a text may "
+                f"be a part of one; let it write eos_token={tokenizer.eos_token!r} or another special token there"
             )
         self._after_end, end = between[len(self._closing) :], self._closing[-1]
         make_special(tokenizer, end)
         self.closing_text = closing.partition(str(tokenizer.convert_ids_to_tokens(end)))[0]
-        """Text of the template between an answer and the token that ends it; mostly empty."""
+        """Text of the template between a completion and the token that ends it; mostly empty."""
         self.stop_token_ids: tuple[int, ...] = tuple(sorted({tokenizer.eos_token_id, end} - {None}))
 
     @classmethod
@@ -97,26 +97,26 @@ class ChatFormat:
             ) from error
 
     def first(self, observation: str) -> list[int]:
-        """Ids of the conversation up to the first answer."""
+        """Ids of the conversation up to the first completion."""
         return [*self._before_first, *self._observation_ids(observation), *self._after_first]
 
     def following(self, observation: str, last_token: int) -> list[int]:
-        """Ids between an answer that ended with `last_token` and the next answer."""
+        """Ids between a completion that ended with `last_token` and the next completion."""
         closing = () if last_token in self.stop_token_ids else self._closing  # which the policy did not generate
         return [*closing, *self._after_end, *self._observation_ids(observation), *self._after_observation]
 
-    def answer(self, text: str) -> list[int]:
-        """Ids of an answer that is not sampled, up to the token that ends it, as the template closes it."""
+    def completion(self, text: str) -> list[int]:
+        """Ids of a completion that is not sampled, up to the token that ends it, as the template closes it."""
         return [*_without_special(self._tokenizer, text), *self._closing]
 
-    def text(self, answer: np.ndarray) -> str:
-        """Text of an answer without what closes it. For the environment only; it is never encoded again."""
-        text = self._tokenizer.decode(answer.tolist(), skip_special_tokens=True)
+    def text(self, completion: np.ndarray) -> str:
+        """Text of a completion without what closes it. For the environment only; it is never encoded again."""
+        text = self._tokenizer.decode(completion.tolist(), skip_special_tokens=True)
         assert isinstance(text, str)  # of one row
         return text.removesuffix(self.closing_text)
 
     def closing_of(self, written: tuple[int, ...]) -> tuple[int, ...]:
-        """Ids that close an answer: those that the template writes behind it up to the one that ends it, or none."""
+        """Ids that close a completion: those that the template writes behind it up to the one that ends it, or none."""
         return next((written[:end] for end, token in enumerate(written, 1) if token in self._ending_ids), ())
 
     def _encode_template(self, text: str) -> tuple[int, ...]:
@@ -124,8 +124,8 @@ class ChatFormat:
 
 
 class ContentEncoder:
-    """Encodes texts of users, tools and environments, which must not end a turn or forge an answer or its reasoning: a
-    text that spells a special token, or an added one that the chat template writes, stays a text.
+    """Encodes texts of users, tools and environments, which must not end a turn or forge a completion or its
+    reasoning: a text that spells a special token, or an added one that the chat template writes, stays a text.
 
     Added tokens that the template does not write are tokens of texts, such as the HTML tags of some families.
 
@@ -160,7 +160,7 @@ def _without_special(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int
 
 
 def make_special(tokenizer: PreTrainedTokenizerBase, end: int) -> None:
-    """Make a token that ends an answer a special one of this tokenizer: no text spells it, and no text shows it.
+    """Make a token that ends a completion a special one of this tokenizer: no text spells it, and no text shows it.
 
     It may be merely an added one. No id changes.
     """
@@ -212,18 +212,18 @@ class EpisodeSpec:
         return {name: value for name, value in vars(self).items() if name != "seed"}
 
 
-Answer = tuple[int, Generation, float]
+Completion = tuple[int, Generation, float]
 """Index of its first token, the engine's result, reward."""
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Sampling of an answer, and the largest length of an answer and of an episode, in tokens.
+    """Sampling of a completion, and the largest length of a completion and of an episode, in tokens.
 
     unroll_turns, unroll_tokens: an unroll ends with the turn in which it has so many turns or action tokens.
     ends_at: time of the event loop from which no turn begins but the first. The turns so far are kept then, and where
-        the engine aborts an answer: an episode that is cut there, and which the environment has given no score. Half an
-        answer is no action, and is dropped. None: there is no such time, and nothing is kept.
+        the engine aborts a completion: an episode that is cut there, and which the environment has given no score. Half
+        a completion is no action, and is dropped. None: there is no such time, and nothing is kept.
     """
 
     temperature: float
@@ -238,11 +238,11 @@ class EpisodeLimits:
         """Whether no turn may begin any more. Called in the event loop."""
         return self.ends_at is not None and asyncio.get_running_loop().time() >= self.ends_at
 
-    def ends_unroll(self, answers: list[Answer]) -> bool:
-        """Whether an unroll of these answers is complete."""
-        if self.unroll_turns is not None and len(answers) >= self.unroll_turns:
+    def ends_unroll(self, completions: list[Completion]) -> bool:
+        """Whether an unroll of these completions is complete."""
+        if self.unroll_turns is not None and len(completions) >= self.unroll_turns:
             return True
-        return self.unroll_tokens is not None and sum(len(a.tokens) for _, a, _ in answers) >= self.unroll_tokens
+        return self.unroll_tokens is not None and sum(len(c.tokens) for _, c, _ in completions) >= self.unroll_tokens
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ async def play_episode(
     no room for what it would have to read, here or in evaluation, so nothing is to come.
 
     Wherever an episode is cut, by an outside limit or into unrolls, its tokens end with the observation after the last
-    answer, where the next turn would begin: the value of that state stands for what is to come.
+    completion, where the next turn would begin: the value of that state stands for what is to come.
 
     Args:
         transcript: if given, filled with the episode as text.
@@ -282,7 +282,7 @@ async def play_episode(
             None: the episode stays whole.
 
     Raises:
-        EpisodeAborted: the engine aborted an answer, and no turn before it was to be kept.
+        EpisodeAborted: the engine aborted a completion, and no turn before it was to be kept.
         EngineError: the engine refused the request or died.
         EnvironmentFault: the environment raised, or returned what it must not.
     """
@@ -292,24 +292,24 @@ async def play_episode(
         observation = await contract.reset(session, spec.task_id, spec.env)
         played = _Played(spec, chat.first(observation))
         while not (terminated or truncated) and len(played.tokens) < limits.max_length:
-            if played.answers and limits.is_time_over():  # nothing would abort the next answer
+            if played.completions and limits.is_time_over():  # nothing would abort the next completion
                 info, truncated = {}, True
                 break
             # Not before it is known that the episode continues: the last unroll has a turn, as every other.
-            if on_unroll is not None and limits.ends_unroll(played.answers):
+            if on_unroll is not None and limits.ends_unroll(played.completions):
                 on_unroll(played.end_unroll({}, bootstrap=True, continues=True))
             params = _sampling(spec, chat, limits, room=limits.max_length - len(played.tokens))
-            answer = await _answer(engine, spec.episode_id, played.tokens, params)
-            if answer.finish_reason == "abort":
-                if limits.ends_at is None or not played.answers:
+            completion = await _completion(engine, spec.episode_id, played.tokens, params)
+            if completion.finish_reason == "abort":
+                if limits.ends_at is None or not played.completions:
                     raise EpisodeAborted(
-                        f"episode {spec.episode_id}: the engine aborted the answer of turn {played.num_turns}"
+                        f"episode {spec.episode_id}: the engine aborted the completion of turn {played.num_turns}"
                     )
                 info, truncated = {}, True
                 break
-            action, before = chat.text(answer.tokens), observation
+            action, before = chat.text(completion.tokens), observation
             observation, reward, terminated, truncated, info = await contract.step(session, action, spec.env)
-            played.add(answer, reward)
+            played.add(completion, reward)
             if transcript is not None:
                 transcript.append(Turn(before, action, reward))
             if not terminated:
@@ -321,8 +321,8 @@ async def play_episode(
     return played.end_unroll(info if terminated or truncated else {}, bootstrap=bootstrap)  # else it may hold anything
 
 
-async def _answer(engine: TokenGenerator, session: str, tokens: list[int], params: SamplingParams) -> Generation:
-    """Sample an answer; where this is cancelled, the error says that the engine was awaited."""
+async def _completion(engine: TokenGenerator, session: str, tokens: list[int], params: SamplingParams) -> Generation:
+    """Sample a completion; where this is cancelled, the error says that the engine was awaited."""
     try:
         return await engine.generate(session, tokens, params)
     except asyncio.CancelledError as error:
@@ -348,15 +348,15 @@ class _Played:
     spec: EpisodeSpec
     tokens: list[int]
     """Since its start. Replaced and not changed: an engine may hold it."""
-    answers: list[Answer] = field(default_factory=list)
-    """Answers of the present unroll."""
+    completions: list[Completion] = field(default_factory=list)
+    """Completions of the present unroll."""
     num_turns: int = 0
     num_unrolls: int = 0
 
-    def add(self, answer: Generation, reward: float) -> None:
-        """Add an answer and its reward."""
-        self.answers.append((len(self.tokens), answer, reward))
-        self.tokens = [*self.tokens, *answer.tokens.tolist()]
+    def add(self, completion: Generation, reward: float) -> None:
+        """Add a completion and its reward."""
+        self.completions.append((len(self.tokens), completion, reward))
+        self.tokens = [*self.tokens, *completion.tokens.tolist()]
         self.num_turns += 1
 
     def end_unroll(self, info: dict[str, Any], *, bootstrap: bool, continues: bool = False) -> Trajectory:
@@ -364,20 +364,20 @@ class _Played:
 
         Args:
             info: of the step that has ended the episode; empty where none has.
-            bootstrap: keep what follows the last answer, whose value is to be bootstrapped; else it is cut off.
+            bootstrap: keep what follows the last completion, whose value is to be bootstrapped; else it is cut off.
             continues: whether the episode continues.
         """
-        spec, tokens, answers = self.spec, self.tokens, self.answers
-        if not answers:
+        spec, tokens, completions = self.spec, self.tokens, self.completions
+        if not completions:
             raise ValueError(
                 f"task {spec.task_id}: its first observation has {len(tokens)} tokens and leaves no room for an "
-                "answer: raise engine.max_length"
+                "completion: raise engine.max_length"
             )
-        num_tokens = len(tokens) if bootstrap else answers[-1][0] + len(answers[-1][1].tokens)
-        self.answers = []
+        num_tokens = len(tokens) if bootstrap else completions[-1][0] + len(completions[-1][1].tokens)
+        self.completions = []
         self.num_unrolls += 1
         return Trajectory(
-            **arrays_of(tokens[:num_tokens], answers),
+            **arrays_of(tokens[:num_tokens], completions),
             bootstrap=bootstrap,
             continues=continues,
             unroll_index=self.num_unrolls - 1,
@@ -388,23 +388,23 @@ class _Played:
         )
 
 
-def arrays_of(tokens: Sequence[int], answers: Sequence[Answer]) -> dict[str, Any]:
+def arrays_of(tokens: Sequence[int], completions: Sequence[Completion]) -> dict[str, Any]:
     """Return the arrays of a `Trajectory` by name.
 
     Args:
         tokens: all of it.
-        answers: those that are learned from, in order; all else is context.
+        completions: those that are learned from, in order; all else is context.
     """
     mask = np.zeros(len(tokens), np.bool_)
     log_probs = np.zeros(len(tokens), np.float32)
     versions = np.full(len(tokens), NO_VERSION, np.int32)
     rewards = np.zeros(len(tokens), np.float32)
-    turns = np.empty((len(answers), 2), np.int32)
-    for k, (start, answer, reward) in enumerate(answers):
-        end = start + len(answer.tokens)
+    turns = np.empty((len(completions), 2), np.int32)
+    for k, (start, completion, reward) in enumerate(completions):
+        end = start + len(completion.tokens)
         mask[start:end] = True
-        log_probs[start:end] = answer.log_probs
-        versions[start:end] = answer.versions
+        log_probs[start:end] = completion.log_probs
+        versions[start:end] = completion.versions
         rewards[end - 1] = reward
         turns[k] = start, end
     return {

@@ -168,7 +168,7 @@ class EngineConfig:
     top_k: int = -1
     """Only -1 (off) in training."""
     max_new_tokens: int = bounded(64, least=1)
-    """Longest answer of one turn, in tokens."""
+    """Longest completion, what the policy samples for one turn, in tokens."""
     max_length: int = bounded(2048, least=2)
     """Longest episode, in tokens. One that does not fit ends there, as it does in evaluation: nothing is to come."""
     dtype: str = one_of("float32", "bfloat16")
@@ -179,8 +179,8 @@ class EngineConfig:
     """sglang: running servers, or a router in front of them, instead of a server started by each actor; dealt out among
     the actors of this host."""
     in_flight: str = one_of("recompute_kv", "keep_kv", "drain")
-    """sglang, new weights while answers are under way: recompute_kv (go on with new keys and values), keep_kv (go on
-    over the old ones) or drain (let the answers end first). What each means for the ratios: docs/engines.md."""
+    """sglang, new weights while completions are under way: recompute_kv (go on with new keys and values), keep_kv (go
+    on over the old ones) or drain (let the completions end first). What each means for the ratios: docs/engines.md."""
     transfer: str = one_of("disk", "distributed")
     """sglang, how weights come: disk (the weight board's directory) or distributed (a process group with the learner:
     NCCL on GPUs, gloo elsewhere)."""
@@ -195,7 +195,7 @@ class EngineConfig:
     start_timeout_s: float = bounded(600.0, least=0.001)
     """sglang: how long a server may take to come up."""
     request_timeout_s: float = bounded(300.0, least=0.001)
-    """sglang: how long an answer may take."""
+    """sglang: how long a completion may take."""
 
 
 @dataclass
@@ -379,7 +379,7 @@ class AlgorithmConfig:
     """A policy whose entropy falls below this share of its first one, with scores below 0.9, has collapsed: a
     warning in the terminal says so. 0: never."""
     length_alarm: float = bounded(0.2, least=0, most=1)
-    """The same for the mean number of tokens an episode's answers have."""
+    """The same for the mean number of tokens an episode's completions have."""
     kl_coef: float = bounded(0.0, least=0, most=1000)
     """Weight of KL(π‖reference), which is a part of each token's loss and averaged with it, by `aggregate`."""
     reference: str | None = None
@@ -663,7 +663,7 @@ class SftConfig:
     """Updates in which the learning rates rise from 0."""
     observation_weight: float = bounded(0.0, least=0, most=100)
     """Weight of the tokens that the policy reads in the loss, where those that it says have 1. 0: it learns from its
-    answers alone."""
+    completions alone."""
     value_coef: float = bounded(0.5, least=0, most=100)
     """Weight of the value head's squared error against the returns of the demonstrations, where algorithm.credit uses
     a value head; else, and with 0, it is not fitted."""

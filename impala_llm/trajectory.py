@@ -89,7 +89,7 @@ class Trajectory:
     `PackedBatch` those of the action tokens alone have this name."""
     versions: np.ndarray
     """int32[T]: policy version that sampled the token; elsewhere -1, or -2 where a further context begins. May change
-    inside one answer."""
+    inside one completion."""
     rewards: np.ndarray
     """float32[T]: reward received after the token at that index (the last token of a turn); 0 elsewhere."""
     turns: np.ndarray

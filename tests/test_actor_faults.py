@@ -237,7 +237,7 @@ def test_restarts_of_engines_are_counted_on_where_another_engine_takes_the_place
 
 
 def test_the_turns_so_far_are_sent_where_the_time_of_an_episode_ends_during_a_step(tmp_path: Path) -> None:
-    """Then the engine is at no answer that could be aborted."""
+    """Then the engine is at no completion that could be aborted."""
 
     class Engine:
         def __init__(self) -> None:

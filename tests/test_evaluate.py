@@ -493,7 +493,7 @@ def test_faults_of_the_environment_are_named(
         play_letters(config, monkeypatch, broken)
 
 
-def test_an_observation_that_leaves_no_room_for_an_answer_is_a_sentence(
+def test_an_observation_that_leaves_no_room_for_a_completion_is_a_sentence(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LetterSession, "reset", lambda self, task_id: ("a" * 10_000 if task_id == 2 else "say a", {}))

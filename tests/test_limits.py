@@ -36,12 +36,14 @@ class Babbler:
 
     version = 0
 
-    def __init__(self, answer: list[int]) -> None:
-        self._answer = np.array(answer, np.int32)
+    def __init__(self, completion: list[int]) -> None:
+        self._completion = np.array(completion, np.int32)
 
     async def generate(self, session_id: str, prompt: list[int], params: SamplingParams) -> Generation:
-        answer = self._answer[: params.max_new_tokens]
-        return Generation(answer, np.zeros(len(answer), np.float32), np.zeros(len(answer), np.int32), "stop")
+        completion = self._completion[: params.max_new_tokens]
+        return Generation(
+            completion, np.zeros(len(completion), np.float32), np.zeros(len(completion), np.int32), "stop"
+        )
 
     def release(self, session_id: str) -> None:
         pass
@@ -85,9 +87,9 @@ def hopeful(policy: Path) -> PolicyModel:
 def play(policy: Path, session: Session, max_length: int) -> Trajectory:
     """An episode of babbling, with the log-probabilities that the policy has."""
     tokenizer = AutoTokenizer.from_pretrained(policy)
-    answer = [*tokenizer.encode("nonsense", add_special_tokens=False), tokenizer.eos_token_id]
+    completion = [*tokenizer.encode("nonsense", add_special_tokens=False), tokenizer.eos_token_id]
     limits = EpisodeLimits(1.0, 16, max_length)
-    episode = asyncio.run(play_episode(SPEC, session, Babbler(answer), ChatFormat(tokenizer), limits))  # type: ignore[arg-type]
+    episode = asyncio.run(play_episode(SPEC, session, Babbler(completion), ChatFormat(tokenizer), limits))  # type: ignore[arg-type]
     [micro] = pack([episode], max_length)
     log_probs = np.zeros(episode.num_tokens, np.float32)
     log_probs[episode.action_mask] = action_log_probs(hopeful(policy), micro, 1.0).numpy()

@@ -49,9 +49,9 @@ def test_the_embedded_engine_says_of_these_kinds_what_a_plain_forward_says(name:
     asyncio.run(engine.start())
     assert (engine.stats().prefill_tokens, engine.stats().decode_tokens) == (0, 0)
     prompt = torch.randint(0, VOCABULARY, (40,), generator=torch.Generator().manual_seed(2)).tolist()
-    answer = asyncio.run(engine.generate("a", prompt, SamplingParams(max_new_tokens=60)))
-    expected = plain_log_probs(plain, torch.tensor(prompt + answer.tokens.tolist()))[39:]
-    torch.testing.assert_close(torch.from_numpy(answer.log_probs), expected, atol=1e-4, rtol=0)
+    completion = asyncio.run(engine.generate("a", prompt, SamplingParams(max_new_tokens=60)))
+    expected = plain_log_probs(plain, torch.tensor(prompt + completion.tokens.tolist()))[39:]
+    torch.testing.assert_close(torch.from_numpy(completion.log_probs), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -135,9 +135,9 @@ def test_weights_of_experts_travel_under_the_names_of_their_files(name: str, tmp
 
     async def run() -> None:
         await engine.load_weights(tmp_path, version=1)
-        answer = await engine.generate("a", [5, 6, 7], SamplingParams(max_new_tokens=20))
-        expected = plain_log_probs(new, torch.tensor([5, 6, 7, *answer.tokens.tolist()]))[2:]
-        torch.testing.assert_close(torch.from_numpy(answer.log_probs), expected, atol=1e-4, rtol=0)
+        completion = await engine.generate("a", [5, 6, 7], SamplingParams(max_new_tokens=20))
+        expected = plain_log_probs(new, torch.tensor([5, 6, 7, *completion.tokens.tolist()]))[2:]
+        torch.testing.assert_close(torch.from_numpy(completion.log_probs), expected, atol=1e-4, rtol=0)
         engine.load_state(dict(PolicyModel.from_pretrained(tmp_path).policy_weights()), version=2)
         with pytest.raises(EngineError, match="1 unknown: nothing"):
             engine.load_state({"nothing": torch.zeros(1)}, version=3)

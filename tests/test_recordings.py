@@ -42,7 +42,7 @@ def test_a_script_may_be_recorded_on_with_other_weights(tmp_path: Path, tiny_mod
 def test_an_episode_whose_next_observation_does_not_fit_is_left_out_and_counted(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], player: str
 ) -> None:
-    # A door of the corridor has 22 tokens and an answer two: there is room for one door of three.
+    # A door of the corridor has 22 tokens and a completion two: there is room for one door of three.
     folder = record(load(words(tmp_path, tiny_model, f"demonstrations.player={player}", "engine.max_length=40")))
     assert list(read(folder)) == []
     assert "3 episodes did not fit" in capsys.readouterr().err

@@ -31,18 +31,18 @@ class Echo:
 
 
 class Scripted:
-    """Engine that says given answers and remembers what it was asked: token i has log-probability -i and version i."""
+    """Engine that says given completions and remembers what it was asked: token i has log-probability -i, version i."""
 
     version, vocab_size = 0, 100
 
-    def __init__(self, answers, finish="stop") -> None:
-        self.answers, self.finish = list(answers), finish
+    def __init__(self, completions, finish="stop") -> None:
+        self.completions, self.finish = list(completions), finish
         self.prompts, self.params, self.released, self.said = [], [], [], 0
 
     async def generate(self, session_id, prompt, params):
         self.prompts.append(list(prompt))
         self.params.append(params)
-        tokens = np.array(self.answers.pop(0), np.int32)
+        tokens = np.array(self.completions.pop(0), np.int32)
         numbers = np.arange(self.said, self.said + len(tokens))
         self.said += len(tokens)
         return Generation(tokens, -numbers.astype(np.float32), numbers.astype(np.int32), self.finish)
@@ -59,8 +59,8 @@ def scratch(tmp_path_factory):
 SPEC = EpisodeSpec("e", task_id=7, group_id=1, ticket_id=2, seed=3, env="echo", actor_id="a", signature="s")
 
 
-def play(tokenizer, answers, session, max_length=200, max_new_tokens=10, finish="stop", transcript=None):
-    engine = Scripted(answers, finish)
+def play(tokenizer, completions, session, max_length=200, max_new_tokens=10, finish="stop", transcript=None):
+    engine = Scripted(completions, finish)
     chat = ChatFormat(tokenizer)
     limits = EpisodeLimits(0.7, max_new_tokens, max_length)
     trajectory = asyncio.run(play_episode(SPEC, session, engine, chat, limits, transcript))
@@ -73,16 +73,16 @@ def ids(tokenizer, text):
 
 def test_episode_is_one_row_of_what_was_seen_and_said(scratch):
     end, act = scratch.eos_token_id, scratch.convert_tokens_to_ids("<|act|>")
-    answers = [[*ids(scratch, "go"), end], [*ids(scratch, "on"), end]]
+    completions = [[*ids(scratch, "go"), end], [*ids(scratch, "on"), end]]
     session = Echo(2)
     transcript: list[Turn] = []
-    trajectory, engine = play(scratch, answers, session, transcript=transcript)
-    expected = [*ids(scratch, "task 7"), act, *answers[0], *ids(scratch, "turn 1"), act, *answers[1]]
+    trajectory, engine = play(scratch, completions, session, transcript=transcript)
+    expected = [*ids(scratch, "task 7"), act, *completions[0], *ids(scratch, "turn 1"), act, *completions[1]]
     assert trajectory.tokens.tolist() == expected
     assert session.actions == ["go", "on"]
     assert trajectory.turns.tolist() == [[7, 10], [17, 20]]
     mask = trajectory.action_mask
-    assert trajectory.tokens[mask].tolist() == answers[0] + answers[1]
+    assert trajectory.tokens[mask].tolist() == completions[0] + completions[1]
     assert trajectory.behaviour_log_probs[mask].tolist() == [0, -1, -2, -3, -4, -5]
     assert trajectory.versions[mask].tolist() == [0, 1, 2, 3, 4, 5]
     assert trajectory.rewards[trajectory.rewards != 0].tolist() == [1.0] and trajectory.rewards[19] == 1.0
@@ -122,7 +122,7 @@ def test_chatml_conversation_equals_the_template(tiny_model):
     assert tokenizer.decode(trajectory.tokens.tolist()) == rendered.rstrip("\n")
 
 
-def test_answer_cut_by_length_gets_its_end_from_the_template(scratch):
+def test_completion_cut_by_length_gets_its_end_from_the_template(scratch):
     end = scratch.eos_token_id
     trajectory, _ = play(scratch, [ids(scratch, "ab"), [end]], Echo(2), finish="length")
     after = trajectory.turns[0, 1]
@@ -135,7 +135,7 @@ def test_special_token_in_an_observation_is_only_text(scratch):
     assert scratch.decode(chat.first("a<|end|>b")[:-1]) == "a<|end|>b"
 
 
-def test_a_text_that_spells_an_added_token_of_the_template_is_one_in_an_answer_alone(tiny_model):
+def test_a_text_that_spells_an_added_token_of_the_template_is_one_in_a_completion_alone(tiny_model):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.add_tokens(["<think>", "</think>", "<table>"])
     thought, table = tokenizer.convert_tokens_to_ids(["</think>", "<table>"])
@@ -145,7 +145,7 @@ def test_a_text_that_spells_an_added_token_of_the_template_is_one_in_an_answer_a
         assert ids.count(thought) == 1, "of the template"
         assert ids.count(table) == 1, "a token of texts"
         assert said in tokenizer.decode(ids)
-    assert chat.answer(said).count(thought) == 1
+    assert chat.completion(said).count(thought) == 1
 
 
 @pytest.mark.parametrize("said", [{"score": 30.0}, {"score": None, "stats": {"room": "kitchen"}}, {"success": True}])
@@ -176,14 +176,14 @@ def test_an_outside_limit_bootstraps_from_what_is_seen_last_and_a_terminal_state
     assert not cut.action_mask[ended.num_tokens :].any() and cut.rewards.sum() == ended.rewards.sum() == 1.0
 
 
-def test_aborted_answer_ends_the_episode_and_frees_its_session(scratch):
+def test_aborted_completion_ends_the_episode_and_frees_its_session(scratch):
     engine = Scripted([[scratch.eos_token_id]], finish="abort")
     with pytest.raises(EpisodeAborted, match="turn 0"):
         asyncio.run(play_episode(SPEC, Echo(1), engine, ChatFormat(scratch), EpisodeLimits(1.0, 4, 50)))
     assert engine.released == ["e"]
 
 
-def test_what_came_before_an_aborted_answer_can_be_kept(scratch):
+def test_what_came_before_an_aborted_completion_can_be_kept(scratch):
     class AbortsSecond(Scripted):
         async def generate(self, session_id, prompt, params):
             self.finish = "abort" if self.prompts else "stop"
@@ -198,14 +198,14 @@ def test_what_came_before_an_aborted_answer_can_be_kept(scratch):
     assert trajectory.tokens.tolist() == engine.prompts[1], "up to where the second turn began"
     assert trajectory.behaviour_log_probs[trajectory.action_mask].tolist() == [0, -1]
     assert trajectory.versions[trajectory.action_mask].tolist() == [0, 1]
-    assert len(session.actions) == 1, "half an answer is no action"
+    assert len(session.actions) == 1, "half a completion is no action"
     assert trajectory.score == 0.0
     assert engine.released == ["e"]
 
 
-@pytest.mark.parametrize("answer", [[], [6, 7]])
-def test_nothing_is_kept_of_an_answer_aborted_in_the_first_turn(scratch, answer):
-    engine = Scripted([answer], finish="abort")
+@pytest.mark.parametrize("completion", [[], [6, 7]])
+def test_nothing_is_kept_of_a_completion_aborted_in_the_first_turn(scratch, completion):
+    engine = Scripted([completion], finish="abort")
     with pytest.raises(EpisodeAborted):
         asyncio.run(
             play_episode(SPEC, Echo(1), engine, ChatFormat(scratch), EpisodeLimits(1.0, 4, 50, ends_at=math.inf))
@@ -213,12 +213,12 @@ def test_nothing_is_kept_of_an_answer_aborted_in_the_first_turn(scratch, answer)
 
 
 def test_no_turn_begins_when_the_time_of_an_episode_is_over_and_those_before_are_kept(scratch):
-    answers = [[token, scratch.eos_token_id] for token in (5, 6, 7)]
-    _, asked = play(scratch, answers, Echo(3))
+    completions = [[token, scratch.eos_token_id] for token in (5, 6, 7)]
+    _, asked = play(scratch, completions, Echo(3))
     limits, unrolls = EpisodeLimits(1.0, 4, 200, unroll_turns=1, ends_at=0.0), []  # it was over before the first one
 
     def cut(session):
-        engine, chat = Scripted(answers), ChatFormat(scratch)
+        engine, chat = Scripted(completions), ChatFormat(scratch)
         return asyncio.run(play_episode(SPEC, session, engine, chat, limits, on_unroll=unrolls.append))
 
     trajectory = cut(Echo(3))
@@ -241,7 +241,7 @@ def test_tokenizer_without_template_is_refused(tiny_model):
         ChatFormat(tokenizer)
 
 
-# --- what ends an answer
+# --- what ends a completion
 
 
 LLAMA = (
@@ -266,46 +266,46 @@ def make_byte_tokenizer(template):
     )  # fmt: skip
 
 
-def test_an_answer_ends_with_a_special_token_and_not_with_the_space_before_it():
+def test_a_completion_ends_with_a_special_token_and_not_with_the_space_before_it():
     tokenizer = make_byte_tokenizer(LLAMA)
     chat, end = ChatFormat(tokenizer), tokenizer.eos_token_id
     assert chat.stop_token_ids == (end,)
-    assert tokenizer.decode(chat.answer("a b")) == "a b </s>", "as the template has it"
-    assert chat.text(np.array(chat.answer("a b"))) == chat.text(np.array([*ids(tokenizer, "a b"), end])) == "a b"
+    assert tokenizer.decode(chat.completion("a b")) == "a b </s>", "as the template has it"
+    assert chat.text(np.array(chat.completion("a b"))) == chat.text(np.array([*ids(tokenizer, "a b"), end])) == "a b"
     assert tokenizer.decode(chat.following("c", end)) == "<s>[INST] c [/INST]"
     assert tokenizer.decode(chat.following("c", ids(tokenizer, "b")[0])) == " </s><s>[INST] c [/INST]", "cut by length"
 
 
-def test_an_added_token_that_ends_an_answer_is_no_part_of_a_text():
+def test_an_added_token_that_ends_a_completion_is_no_part_of_a_text():
     tokenizer = make_byte_tokenizer(ENDED)
     tokenizer.add_tokens(["<|end|>"])
     ids_before, vocabulary = ids(tokenizer, "[go<|end|>"), tokenizer.get_vocab()
     chat, end = ChatFormat(tokenizer), tokenizer.convert_tokens_to_ids("<|end|>")
     assert chat.text(np.array([*ids(tokenizer, "go"), end])) == "go"
     assert end not in chat.first("a<|end|>b") and tokenizer.decode(chat.first("a<|end|>b")) == "[a<|end|>b"
-    assert chat.answer("a<|end|>b").count(end) == 1
+    assert chat.completion("a<|end|>b").count(end) == 1
     assert ids(tokenizer, "[go<|end|>") == ids_before and tokenizer.get_vocab() == vocabulary, "as the template has it"
 
 
-def test_a_template_that_ends_an_answer_with_mere_text_is_refused():
-    with pytest.raises(ValueError, match=r"the chat template writes .*user: .* behind an answer: .*'</s>'"):
+def test_a_template_that_ends_a_completion_with_mere_text_is_refused():
+    with pytest.raises(ValueError, match=r"the chat template writes .*user: .* behind a completion: .*'</s>'"):
         ChatFormat(make_byte_tokenizer(PLAIN))
 
 
 # --- unrolls
 
 
-def play_unrolls(tokenizer, answers, session, max_length=200, **limits):
+def play_unrolls(tokenizer, completions, session, max_length=200, **limits):
     """The unrolls of an episode and the whole of it."""
     unrolls = []
     chat = ChatFormat(tokenizer)
     rules = EpisodeLimits(0.7, 10, max_length, **limits)
-    last = asyncio.run(play_episode(SPEC, session, Scripted(answers), chat, rules, on_unroll=unrolls.append))
+    last = asyncio.run(play_episode(SPEC, session, Scripted(completions), chat, rules, on_unroll=unrolls.append))
     return [*unrolls, last]
 
 
-def make_answers(tokenizer, sizes):
-    """Answers of so many tokens, each with an end."""
+def make_completions(tokenizer, sizes):
+    """Completions of so many tokens, each with an end."""
     return [[*ids(tokenizer, "abcdefgh"[: size - 1]), tokenizer.eos_token_id] for size in sizes]
 
 
@@ -315,7 +315,7 @@ def make_answers(tokenizer, sizes):
         ({"unroll_turns": 1}, [1, 1, 1, 1, 1]),
         ({"unroll_turns": 2}, [2, 2, 1]),
         ({"unroll_turns": 5}, [5]),
-        ({"unroll_tokens": 4}, [2, 1, 1, 1]),  # answers of 3, 2, 4, 5 and 1 tokens
+        ({"unroll_tokens": 4}, [2, 1, 1, 1]),  # completions of 3, 2, 4, 5 and 1 tokens
         ({"unroll_tokens": 1}, [1, 1, 1, 1, 1]),
         ({"unroll_tokens": 6, "unroll_turns": 3}, [3, 2]),
         ({}, [5]),
@@ -323,8 +323,8 @@ def make_answers(tokenizer, sizes):
 )
 def test_unrolls_are_the_pieces_of_the_episode(scratch, limits, num_turns):
     sizes = [3, 2, 4, 5, 1]
-    [whole] = play_unrolls(scratch, make_answers(scratch, sizes), Echo(5))
-    unrolls = play_unrolls(scratch, make_answers(scratch, sizes), Echo(5), **limits)
+    [whole] = play_unrolls(scratch, make_completions(scratch, sizes), Echo(5))
+    unrolls = play_unrolls(scratch, make_completions(scratch, sizes), Echo(5), **limits)
     assert [len(t.turns) for t in unrolls] == num_turns
     assert [t.unroll_index for t in unrolls] == list(range(len(unrolls)))
     assert np.concatenate([t.turns for t in unrolls]).tolist() == whole.turns.tolist()
@@ -345,14 +345,14 @@ def test_unrolls_are_the_pieces_of_the_episode(scratch, limits, num_turns):
 
 def test_an_episode_that_is_cut_has_no_unroll_to_follow(scratch):
     """The context is full after the second turn: that is the last unroll, however its turns count, and an end."""
-    answers = [[*ids(scratch, "a"), scratch.eos_token_id]] * 2
-    unrolls = play_unrolls(scratch, answers, Echo(9), max_length=24, unroll_turns=1)
+    completions = [[*ids(scratch, "a"), scratch.eos_token_id]] * 2
+    unrolls = play_unrolls(scratch, completions, Echo(9), max_length=24, unroll_turns=1)
     assert [(t.continues, t.bootstrap) for t in unrolls] == [(True, True), (False, False)]
 
 
 def test_without_somebody_to_hand_unrolls_to_an_episode_stays_whole(scratch):
     limits = EpisodeLimits(0.7, 10, 200, unroll_turns=1)
-    engine = Scripted(make_answers(scratch, [2, 2]))
+    engine = Scripted(make_completions(scratch, [2, 2]))
     trajectory = asyncio.run(play_episode(SPEC, Echo(2), engine, ChatFormat(scratch), limits))
     assert len(trajectory.turns) == 2 and not trajectory.continues
 

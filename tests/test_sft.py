@@ -516,5 +516,5 @@ def test_smollm2_is_the_model_that_its_script_says() -> None:
     ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=False)
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
-        answer = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
-    assert "Paris" in tokenizer.decode(answer)
+        completion = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    assert "Paris" in tokenizer.decode(completion)

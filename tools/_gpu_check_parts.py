@@ -161,7 +161,7 @@ def mean(rows: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def engine(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
-    """Log-probabilities that the embedded engine reports, of answers in two turns, against a plain forward."""
+    """Log-probabilities that the embedded engine reports, of completions in two turns, against a plain forward."""
     save_model(folder / "model")
     words = ["model=scratch", "engine.max_length=512", f"model.device={settings['device']}"]
     config = load([*words, f"run.dir={folder}"])
@@ -176,9 +176,9 @@ def engine(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
             history, known = prompt.tolist(), [float("nan")] * len(prompt)
             for _ in range(2):
                 params = SamplingParams(max_new_tokens=24, seed=number)
-                answer = await made.generate(str(number), history, params)
-                history = [*history, *answer.tokens.tolist(), 7, 8]
-                known = [*known, *answer.log_probs.tolist(), float("nan"), float("nan")]
+                completion = await made.generate(str(number), history, params)
+                history = [*history, *completion.tokens.tolist(), 7, 8]
+                known = [*known, *completion.log_probs.tolist(), float("nan"), float("nan")]
             return history, known
 
         found = await asyncio.gather(*(episode(number, prompt) for number, prompt in enumerate(prompts)))

@@ -1,4 +1,4 @@
-"""Preference learning: losses on pairs of answers to the same task, of which one is better.
+"""Preference learning: losses on pairs of completions of the same task, of which one is better.
 
 The scores of the actors' own episodes determine the pairs. Learning is online if weights are published at every update,
 and offline if they are never published.
@@ -42,7 +42,7 @@ def dpo(
     """-log σ(β [(log π_w - log π_ref,w) - (log π_l - log π_ref,l)]) (DPO, arXiv 2305.18290, equation 7).
 
     Args:
-        chosen, rejected: float[M], log π of the whole better and worse answer: sums over their action tokens.
+        chosen, rejected: float[M], log π of the whole better and worse completion: sums over their action tokens.
         reference_chosen, reference_rejected: float[M], the same under the reference policy; constants.
         beta: > 0: how much it costs to move away from the reference policy.
 

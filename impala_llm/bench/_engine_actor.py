@@ -44,9 +44,9 @@ class _Recorder:
         self.requests: Requests = defaultdict(list)
 
     async def generate(self, session_id: str, prompt: Sequence[int], params: SamplingParams) -> Generation:
-        answer = await self._engine.generate(session_id, prompt, params)
-        self.requests[int(session_id.partition("-")[0])].append((list(prompt), len(answer.tokens)))
-        return answer
+        completion = await self._engine.generate(session_id, prompt, params)
+        self.requests[int(session_id.partition("-")[0])].append((list(prompt), len(completion.tokens)))
+        return completion
 
     def release(self, session_id: str) -> None:
         self._engine.release(session_id)

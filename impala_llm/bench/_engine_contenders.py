@@ -54,9 +54,9 @@ def embedded(model: Path, slots: int, max_length: int) -> Round:
 
     async def answer(index: int, prompt: list[int], length: int) -> int:
         name = str(index)
-        answer = await engine.generate(name, prompt, SamplingParams(max_new_tokens=length, seed=index))
+        completion = await engine.generate(name, prompt, SamplingParams(max_new_tokens=length, seed=index))
         engine.release(name)
-        return len(answer.log_probs)
+        return len(completion.log_probs)
 
     async def answer_all(requests: Requests) -> list[int]:
         return list(await asyncio.gather(*(answer(i, *request) for i, request in enumerate(requests))))
@@ -65,7 +65,7 @@ def embedded(model: Path, slots: int, max_length: int) -> Round:
 
 
 def generate(model: Path, slots: int, max_length: int) -> Round:
-    """transformers' generate on batches of `slots` requests, each of which lasts as long as its longest answer."""
+    """transformers' generate on batches of `slots` requests, each of which lasts as long as its longest completion."""
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, local_files_only=True).eval()
 
     @torch.inference_mode()

@@ -21,7 +21,7 @@ from impala_llm.bench.frame import BenchError
 
 NUM_REQUESTS = 48
 MAX_LENGTH = 448
-"""Tokens of a prompt and its answer at most."""
+"""Tokens of a prompt and its completion at most."""
 NUM_EQUAL = 16
 MEAN_LENGTH = 105
 MODELS = ("5m", "135m")
@@ -37,7 +37,7 @@ Requests = list[tuple[list[int], int]]
 
 
 def uneven_requests() -> Requests:
-    """48 prompts of 16 to 63 tokens; answers: mean 105, 9 to 384."""
+    """48 prompts of 16 to 63 tokens; completions: mean 105, 9 to 384."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(4.3, 0.9, NUM_REQUESTS), 8, 384).astype(int)
     prompts = [rng.integers(0, _VOCABULARY, int(rng.integers(16, 64))).tolist() for _ in range(NUM_REQUESTS)]
@@ -45,8 +45,8 @@ def uneven_requests() -> Requests:
 
 
 def workloads() -> dict[str, Requests]:
-    """By name. A static batch lasts as long as its longest answer: `uneven` is its worst case, `sorted` its better one
-    (sorting requires the lengths in advance), and `equal` its best: 16 prompts, answers of 105 tokens each."""
+    """By name. A static batch lasts as long as its longest completion: `uneven` is its worst case, `sorted` its better
+    one (sorting requires the lengths in advance), and `equal` its best: 16 prompts, completions of 105 tokens each."""
     uneven = uneven_requests()
     return {
         "uneven": uneven,
@@ -56,7 +56,7 @@ def workloads() -> dict[str, Requests]:
 
 
 def save_model(folder: Path, name: str) -> None:
-    """Random weights in float32, without a token that would end an answer. 5m: a Qwen3 of 5.25 M parameters.
+    """Random weights in float32, without a token that would end a completion. 5m: a Qwen3 of 5.25 M parameters.
     135m: of the shape of SmolLM2-135M, whose time does not depend on what its weights are."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM

@@ -130,8 +130,8 @@ def _engine(folder: Path) -> dict[str, Any]:
     async def play(number: int) -> None:
         history = np.random.default_rng(number).integers(0, engine.vocab_size, _ROW - 80).tolist()
         for _ in range(2):
-            answer = await engine.generate(str(number), history, SamplingParams(max_new_tokens=20))
-            history += [*answer.tokens.tolist(), *range(20)]
+            completion = await engine.generate(str(number), history, SamplingParams(max_new_tokens=20))
+            history += [*completion.tokens.tolist(), *range(20)]
 
     async def all_of_them() -> None:
         await engine.start()

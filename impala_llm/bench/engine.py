@@ -3,19 +3,19 @@
 The embedded part: random models (5m: a Qwen3 of 4 layers, hidden size 256 and vocabulary 4,096; 135m: the shape of
 SmolLM2-135M) answer requests without stop tokens, so that all contenders give the same number of tokens, sampled at
 temperature 1, with log-probabilities returned, in float32. Every contender has a process with one thread, is warmed by
-short answers, and all take turns in every round of one run, in an order that rotates. Three workloads:
+short completions, and all take turns in every round of one run, in an order that rotates. Three workloads:
 
-    uneven              48 requests as they come: answers of 9 to 384 tokens, mean 105
-    sorted              the same by length of their answers, which is unknown before they are generated
-    equal               16 requests, answers of 105 tokens each: no padding at all
+    uneven              48 requests as they come: completions of 9 to 384 tokens, mean 105
+    sorted              the same by length of their completions, which is unknown before they are generated
+    equal               16 requests, completions of 105 tokens each: no padding at all
 
     embedded            `impala_llm.engines.embedded.engine`, continuous batching over --slots slots
     generate            transformers' generate, static batches of --slots requests
     continuous          transformers' continuous batching (`generate_batch`), --slots requests at a time
     vllm                vLLM for CPUs with --slots sequences, from the Python that --vllm-python names
 
-The actor's part (`--only sglang`): --slots streams of the actor's episodes, on the toy corridor with answers of up to
-96 tokens, through the SGLang engine, beside a bare HTTP client that sends the same server the same requests, without
+The actor's part (`--only sglang`): --slots streams of the actor's episodes, on the toy corridor with completions of up
+to 96 tokens, through the SGLang engine, beside a bare HTTP client that sends the same server the same requests, without
 streaming. The server is in float32 with one thread on the CPU.
 
     actor               `impala_llm.rollout.play_episode` over `impala_llm.engines.sglang.engine`

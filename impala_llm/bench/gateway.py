@@ -1,6 +1,6 @@
 """Episodes a second through the gateway, over those of the direct way.
 
-One embedded engine plays the same episodes of the toy corridor (three turns, answers of up to --tokens tokens, same
+One embedded engine plays the same episodes of the toy corridor (three turns, completions of up to --tokens tokens, same
 seeds) in turn in every round, --episodes of them at once; which way begins changes from round to round:
 
     direct              `impala_llm.rollout.play_episode`: reset and step
@@ -35,7 +35,7 @@ from impala_llm.bench.frame import BenchError, whole_number
 OPTIONS = {
     "rounds": "measured rounds; default 5",
     "episodes": "episodes at once; default 64",
-    "tokens": "tokens of an answer at most; default 96",
+    "tokens": "tokens of a completion at most; default 96",
     "hidden": "width of the model, of 4 layers; default 576",
     "processes": "processes of agents; default 2",
 }

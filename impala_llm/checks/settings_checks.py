@@ -486,7 +486,7 @@ def _engine_problems(config: Config) -> list[str]:
     if engine.transfer == "distributed" and engine.in_flight == "drain":
         found.append(
             "engine.transfer=distributed cannot go with engine.in_flight=drain: the learner would stand still until "
-            "every answer has ended; set engine.in_flight=recompute_kv or keep_kv, or engine.transfer=disk"
+            "every completion has ended; set engine.in_flight=recompute_kv or keep_kv, or engine.transfer=disk"
         )
     is_apart = engine.transfer == "distributed" and config.pipeline.connect is not None
     if is_apart and (engine.urls is None or any(is_loopback_url(url) for url in engine.urls)):

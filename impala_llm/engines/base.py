@@ -32,7 +32,7 @@ class ServerUnfit(EngineError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling of an answer. Top-p and top-k are left out on purpose: with them the engine samples from another
+    """Sampling of a completion. Top-p and top-k are left out on purpose: with them the engine samples from another
     distribution than the one whose log-probabilities it reports, and the importance ratios would be wrong."""
 
     temperature: float = 1.0
@@ -52,7 +52,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Generation:
-    """An answer of n tokens, the stop token included."""
+    """A completion of n tokens, the stop token included."""
 
     tokens: np.ndarray
     """int32[n]."""
@@ -66,7 +66,9 @@ class Generation:
         """Raise EngineError unless each token has a log-probability and a version."""
         shapes = [np.shape(values) for values in (self.tokens, self.log_probs, self.versions)]
         if shapes != [(len(self.tokens),)] * 3:
-            raise EngineError("an answer has tokens, log_probs and versions of the shapes {}, {}, {}".format(*shapes))
+            raise EngineError(
+                "a completion has tokens, log_probs and versions of the shapes {}, {}, {}".format(*shapes)
+            )
 
 
 @dataclass
@@ -76,12 +78,13 @@ class EngineStats:
     decode_tokens: int = 0
     """Tokens sampled."""
     prefill_tokens: int = 0
-    """Prompt tokens computed. A token whose keys and values were in the cache is not counted; those of an answer's last
-    token are not there. So an agent's answers with `stop`, asked for token by token, count here as well."""
+    """Prompt tokens computed. A token whose keys and values were in the cache is not counted; those of a
+    completion's last token are not there. So an agent's completions with `stop`, asked for token by token, count as
+    well."""
     busy_seconds: float = 0.0
     """Time spent in steps."""
     pause_seconds: float = 0.0
-    """Duration for which answers stood still at the latest change of weights."""
+    """Duration for which completions stood still at the latest change of weights."""
     transfer_seconds: float = 0.0
     """The part of it in which weights were read."""
     is_up: bool = True
@@ -89,7 +92,7 @@ class EngineStats:
     restarts: int = 0
     """Number of times that a server was lost and came back."""
     running: int = 0
-    """Number of sessions with an answer under way."""
+    """Number of sessions with a completion under way."""
     waiting: int = 0
     """Number of requests that wait for a free slot."""
 
@@ -116,7 +119,7 @@ class TokenGenerator(Protocol):
 
         Args:
             session_id: of the episode. An engine with a KV cache for each session computes only new tokens.
-            prompt: the whole history of the episode, observations and earlier answers.
+            prompt: the whole history of the episode, observations and earlier completions.
 
         Raises:
             EngineError: an id outside of the vocabulary, a history that is too long or was rewritten, a dead engine.
@@ -166,7 +169,7 @@ class Engine(TokenGenerator, Protocol):
         ...
 
     def abort(self, session_id: str | None = None) -> None:
-        """End one session's running answer, or all: each returns its tokens so far, with finish reason "abort"."""
+        """End one session's running completion, or all: each returns its tokens so far, with finish reason "abort"."""
         ...
 
     async def load_weights(self, directory: Path, version: int) -> None:
@@ -187,7 +190,7 @@ class Engine(TokenGenerator, Protocol):
         ...
 
     async def close(self) -> None:
-        """End running answers and free the engine."""
+        """End running completions and free the engine."""
         ...
 
 
@@ -207,7 +210,7 @@ def check_request(prompt: Sequence[int], params: SamplingParams, vocab_size: int
         )
     if len(tokens) >= max_length:
         raise EngineError(
-            f"prompt has {len(tokens)} tokens: with max_length={max_length} there is no room for an answer;"
+            f"prompt has {len(tokens)} tokens: with max_length={max_length} there is no room for a completion;"
             " end the episode earlier or raise max_length"
         )
     if len(params.stop_token_ids) > MAX_STOP_TOKENS:

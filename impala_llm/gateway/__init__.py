@@ -2,7 +2,9 @@
 
 From outside: `agents`, which plays an episode, and `tasks`.
 
-- a request: connections, server, requests and anthropic (bodies), chat (messages as tokens), tool_calls (in answers)
-- an episode: episode, conversation (which answer a request continues), tree (the tokens, and the trajectory in the end)
+- a request: connections, server, requests and anthropic (bodies), chat (messages as tokens), tool_calls (in
+  completions)
+- an episode: episode, conversation (which completion a request continues), tree (the tokens, and the trajectory in the
+  end)
 - agents: agent_pool, worker, worker_pipes, descendants (what they have started)
 """

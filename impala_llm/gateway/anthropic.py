@@ -82,9 +82,9 @@ def _text(content: Any) -> str:
     return "".join(block["text"] for block in content)
 
 
-def answer_of(completion: Mapping[str, Any]) -> dict[str, Any]:
+def answer_of(chat_completion: Mapping[str, Any]) -> dict[str, Any]:
     """A chat completion of one choice as an answer to /v1/messages."""
-    [choice] = completion["choices"]
+    [choice] = chat_completion["choices"]
     message = choice["message"]
     content: list[dict[str, Any]] = []
     if reasoning := message.get("reasoning_content"):
@@ -94,13 +94,13 @@ def answer_of(completion: Mapping[str, Any]) -> dict[str, Any]:
     for call in message.get("tool_calls", ()):
         arguments = json.loads(call["function"]["arguments"])
         content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
-    usage, stop = completion["usage"], choice["stop_reason"]
+    usage, stop = chat_completion["usage"], choice["stop_reason"]
     is_stopped = stop is not None and choice["finish_reason"] == "stop"
     return {
-        "id": completion["id"],
+        "id": chat_completion["id"],
         "type": "message",
         "role": "assistant",
-        "model": completion["model"],
+        "model": chat_completion["model"],
         "content": content,
         "stop_reason": "stop_sequence" if is_stopped else _STOP_REASONS[choice["finish_reason"]],
         "stop_sequence": stop if is_stopped else None,

@@ -1,8 +1,8 @@
-"""Messages of a chat as tokens, and answers as messages.
+"""Messages of a chat as tokens, and completions as messages.
 
 The policy's own chat template renders a conversation; texts of users and tools are encoded apart from it, so that a
-text that spells a token of the template stays a text. Messages after an answer are rendered behind a mark in the
-answer's place: its tokens are never made from its text again.
+text that spells a token of the template stays a text. Messages after a completion are rendered behind a mark in the
+completion's place: its tokens are never made from its text again.
 """
 
 import bisect
@@ -26,7 +26,7 @@ Message = Mapping[str, Any]
 _LETTERS = "abcdefghij"
 _MARKS = re.compile(r"(qzmessage[a-j]+qz)")
 """Words in place of contents: of letters only, so that no template alters them."""
-_ANSWER = "qzanswerqz"
+_COMPLETION = "qzcompletionqz"
 _THINK, _THOUGHT = "<think>", "</think>"
 _OPENED_WITHIN = 8
 """Tokens at the end of a prompt in which the template may open the reasoning."""
@@ -43,7 +43,7 @@ class TemplateRefused(ValueError):
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer as a message."""
+    """A completion as a message."""
 
     content: str
     reasoning: str | None
@@ -93,7 +93,7 @@ class ChatTokens:
                 )
         self._call_ids = [vocabulary[token] for token in call_tokens]
         self._marks_speakers = False
-        """Whether an answer is ended by the mark of who speaks next, such as <|user|> or <|observation|> of GLM."""
+        """Whether a completion is ended by the mark of who speaks next, such as <|user|> or <|observation|> of GLM."""
         before_user, before_tool = self._closing("user"), self._closing("tool")
         if before_tool and before_user != before_tool and before_user[:-1] == before_tool[:-1]:
             self._marks_speakers = True
@@ -101,9 +101,11 @@ class ChatTokens:
             self.stop_token_ids = tuple(sorted({*self.stop_token_ids, before_tool[-1]}))
 
     def _closing(self, role: str) -> tuple[int, ...]:
-        """Tokens that close an answer before a message of a role; none where the template cannot render that."""
+        """Tokens that close a completion before a message of a role; none where the template cannot render that."""
         try:
-            return self._behind_answer([{"role": role, "content": _mark(0), "tool_call_id": "q", "name": "q"}], [])[1]
+            return self._behind_completion([{"role": role, "content": _mark(0), "tool_call_id": "q", "name": "q"}], [])[
+                1
+            ]
         except TemplateRefused:
             return ()
 
@@ -113,7 +115,7 @@ class ChatTokens:
         return self._family is not None
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
-        """Tokens of a conversation from its beginning up to the next answer.
+        """Tokens of a conversation from its beginning up to the next completion.
 
         Raises:
             TemplateRefused: the template cannot render it, or leaves a part out.
@@ -122,27 +124,27 @@ class ChatTokens:
         return self._filled(self._pieces(_frozen(marked), _frozen(tools), ""), contents)
 
     def following(self, messages: Sequence[Message], tools: Sequence[Any], last_token: int) -> list[int]:
-        """Tokens between an answer that ended with `last_token` and the next one, with the messages in between.
+        """Tokens between a completion that ended with `last_token` and the next one, with the messages in between.
 
         Raises:
             TemplateRefused: the template cannot render them there.
         """
         marked, contents = _mark_contents(messages)
-        pieces, closing = self._behind_answer(marked, tools)
+        pieces, closing = self._behind_completion(marked, tools)
         tokens, stops = self._filled(pieces, contents), self.stop_token_ids
         if not closing or last_token not in stops:
             return tokens
-        # The policy generated the token that ends its answer; but one mark of a speaker does not stand for another.
+        # The policy generated the token that ends its completion; but one mark of a speaker does not stand for another.
         is_there = closing[-1] == last_token if self._marks_speakers else closing[-1] in stops
         return tokens[len(closing) :] if is_there else tokens
 
-    def _behind_answer(
+    def _behind_completion(
         self, marked: list[dict[str, Any]], tools: Sequence[Any]
     ) -> tuple[list[str | tuple[int, ...]], tuple[int, ...]]:
-        """The template's text between an answer and the next one, with messages in between; and the first tokens of
-        it, which close the answer."""
-        before = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _ANSWER}]
-        pieces = self._pieces(_frozen([*before, *marked]), _frozen(tools), _ANSWER)
+        """The template's text between a completion and the next one, with messages in between; and the first tokens of
+        it, which close the completion."""
+        before = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _COMPLETION}]
+        pieces = self._pieces(_frozen([*before, *marked]), _frozen(tools), _COMPLETION)
         return pieces, self._format.closing_of(pieces[0]) if pieces and isinstance(pieces[0], tuple) else ()
 
     def encode(self, text: str) -> list[int]:
@@ -178,7 +180,7 @@ class ChatTokens:
         return text
 
     def reply(self, tokens: Sequence[int], read: Sequence[int] = (), tools: Sequence[Any] = ()) -> Reply:
-        """An answer's tokens as a message. Where a call is broken, all stay a part of its text, see tool_calls.py.
+        """A completion's tokens as a message. Where a call is broken, all stay a part of its text, see tool_calls.py.
 
         Args:
             read: tokens before it, with which the template may have opened the reasoning.
@@ -198,7 +200,7 @@ class ChatTokens:
         return Reply(content.strip(), None if closing and not reasoning else reasoning, calls)
 
     def _without_calls(self, ids: list[int], tools: Sequence[Any]) -> tuple[list[int], list[dict[str, Any]]]:
-        """The tokens of an answer beside its calls, and the calls; all tokens, and no call, where one is broken."""
+        """The tokens of a completion beside its calls, and the calls; all tokens, and no call, where one is broken."""
         if self._family is None or not tools:
             return ids, []
         opening, closing = self._call_ids
@@ -219,7 +221,7 @@ class ChatTokens:
         return [token for part in texts for token in part], [_tool_call(call) for call in calls]
 
     def _unclosed(self, tokens: Sequence[int]) -> str:
-        """Text of an answer without what the template writes to close it: it is written again with the message."""
+        """Text of a completion without what the template writes to close it: it is written again with the message."""
         return self.text(tokens).removesuffix(self._format.closing_text)
 
     def _num_thoughts(self, ids: list[int], opened: str) -> int:
@@ -261,7 +263,7 @@ class ChatTokens:
     def _check_shows_others(self, messages: list[dict[str, Any]], tools: str, after: str) -> None:
         """Raise TemplateRefused where the template leaves out what other roles than user and tool say.
 
-        It may rewrite that, as many strip the reasoning from answers: so marks stand in its place here, which show
+        It may rewrite that, as many strip the reasoning from completions: so marks stand in its place here, which show
         whether it is rendered at all. Some templates leave out the text beside calls by design.
         """
         probe = [dict(message) for message in messages]

@@ -1,7 +1,7 @@
-"""The position of a request in the conversation of its episode: the answer that it continues, and its new tokens.
+"""The position of a request in the conversation of its episode: the completion that it continues, and its new tokens.
 
 Invariant: a history that was seen before keeps its tokens, sampled ones included; only the new part is encoded. A
-request with another history begins a branch at the last answer up to which the two histories agree. No I/O here.
+request with another history begins a branch at the last completion up to which the two histories agree. No I/O here.
 """
 
 import contextlib
@@ -12,31 +12,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from impala_llm.gateway.chat import ChatTokens, Message, TemplateRefused, text_of
-from impala_llm.gateway.tree import Answer, ConversationTree
+from impala_llm.gateway.tree import Completion, ConversationTree
 
 
 @dataclass(frozen=True)
 class Position:
     """Point of the tree at which a request continues."""
 
-    parent: Answer | None
-    """Answer that the request continues; None: it begins at the root."""
+    parent: Completion | None
+    """Completion that the request continues; None: it begins at the root."""
     read: list[int]
-    """New tokens after it, up to the answer that is requested."""
+    """New tokens after it, up to the completion that is requested."""
     key: str
-    """Digest of the conversation up to the answer that is requested."""
+    """Digest of the conversation up to the completion that is requested."""
 
 
 class Conversation:
-    """Requests and answers of an episode."""
+    """Requests and completions of an episode."""
 
     def __init__(self, chat: ChatTokens) -> None:
         self.chat = chat
         self.tree = ConversationTree()
-        self._after: dict[str, Answer] = {}
-        """Answers by the digest of the conversation up to and including them."""
-        self._texts: list[tuple[str, Answer]] = []
-        """Answers of plain completions whose texts show all their tokens, each with the whole text up to its end."""
+        self._after: dict[str, Completion] = {}
+        """Completions by the digest of the conversation up to and including them."""
+        self._texts: list[tuple[str, Completion]] = []
+        """Those of /v1/completions whose texts show all their tokens, each with the whole text up to its end."""
 
     def position_of(self, messages: Sequence[Message], tools: Sequence[Any]) -> Position:
         """The position of a chat request.
@@ -62,27 +62,27 @@ class Conversation:
         return Position(None, self.chat.opening(messages, tools), keys[-1])
 
     def position_of_text(self, prompt: str | Sequence[int]) -> Position:
-        """The position of a plain completion, of a text or of tokens."""
+        """The position of a request to /v1/completions, with a prompt of text or of tokens."""
         if isinstance(prompt, str):
-            fitting = [(text, answer) for text, answer in self._texts if prompt.startswith(text)]
+            fitting = [(text, completion) for text, completion in self._texts if prompt.startswith(text)]
             text, parent = max(fitting, key=lambda each: len(each[0]), default=("", None))
             return Position(parent, self.chat.encode(prompt[len(text) :]), prompt)
         ids = list(prompt)
-        histories = [(answer.tokens, answer) for answer in self.tree.answers]
-        agreeing = [(tokens, answer) for tokens, answer in histories if ids[: len(tokens)] == tokens]
-        tokens, answer = max(agreeing, key=lambda each: len(each[0]), default=([], None))
-        return Position(answer, ids[len(tokens) :], self.chat.whole_text(ids))
+        histories = [(completion.tokens, completion) for completion in self.tree.completions]
+        agreeing = [(tokens, completion) for tokens, completion in histories if ids[: len(tokens)] == tokens]
+        tokens, completion = max(agreeing, key=lambda each: len(each[0]), default=([], None))
+        return Position(completion, ids[len(tokens) :], self.chat.whole_text(ids))
 
-    def remember(self, position: Position, answer: Answer, message: Message) -> None:
-        """Note the message as which an answer was given to the client."""
-        self._after[_digest(position.key, _essence(message))] = answer
+    def remember(self, position: Position, completion: Completion, message: Message) -> None:
+        """Note the message as which a completion was given to the client."""
+        self._after[_digest(position.key, _essence(message))] = completion
 
-    def remember_text(self, position: Position, answer: Answer) -> None:
-        """Note the answer of a plain completion, unless it has tokens that its text does not show, such as a last one
+    def remember_text(self, position: Position, completion: Completion) -> None:
+        """Note a completion of /v1/completions, unless it has tokens that its text does not show, such as a last one
         that ended it: a prompt with this text asks for what follows the text alone."""
-        text = self.chat.text(answer.sampled)
-        if text == self.chat.whole_text(answer.sampled):
-            self._texts.append((position.key + text, answer))
+        text = self.chat.text(completion.sampled)
+        if text == self.chat.whole_text(completion.sampled):
+            self._texts.append((position.key + text, completion))
 
 
 def _digest(before: str, value: Any) -> str:

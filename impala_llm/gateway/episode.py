@@ -15,7 +15,7 @@ import numpy as np
 
 from impala_llm.engines.base import EngineError, Generation, SamplingParams, TokenGenerator
 from impala_llm.gateway.conversation import Conversation, Position
-from impala_llm.gateway.tree import Answer
+from impala_llm.gateway.tree import Completion
 from impala_llm.rollout import EpisodeLimits, EpisodeSpec, Turn
 from impala_llm.trajectory import Trajectory
 
@@ -25,7 +25,7 @@ _OF_BRANCH, _OF_CLIENT = 0, 1
 
 
 class ContextFull(ValueError):
-    """There is no room for another answer. The message names the limit."""
+    """There is no room for another completion. The message names the limit."""
 
 
 class EpisodeOver(RuntimeError):
@@ -105,26 +105,28 @@ class GatewayEpisode:
         """Error of the engine, after which the episode is not to be learned from."""
         self._engine: Any = engine
         self._max_tokens = max_tokens
-        self._by_id: dict[str, Answer] = {}
+        self._by_id: dict[str, Completion] = {}
         self._rewards: dict[str, float] = {}
         self._num_sessions = 0
-        self._idle: tuple[str, int, Answer] | None = None
+        self._idle: tuple[str, int, Completion] | None = None
         """Session, seed and history that the engine keeps for it while no call is under way."""
-        self._running: dict[str, asyncio.Task[Answer]] = {}
+        self._running: dict[str, asyncio.Task[Completion]] = {}
         self._aborted: set[str] = set()
         self._is_over = False
 
-    async def sample(self, position: Position, limit: int | None, stop: tuple[str, ...], seed: int | None) -> Answer:
-        """Sample an answer. A caller that is cancelled leaves what was sampled until then in the tree.
+    async def sample(
+        self, position: Position, limit: int | None, stop: tuple[str, ...], seed: int | None
+    ) -> Completion:
+        """Sample a completion. A caller that is cancelled leaves what was sampled until then in the tree.
 
         Args:
             limit: tokens that the client wants at most.
-            stop: texts that end the answer.
-            seed: the client's, for the same answer to the same request of the same policy in this episode; other
-                episodes of the task, with which this one is compared, answer otherwise.
+            stop: texts that end the completion.
+            seed: the client's, for the same completion of the same request by the same policy in this episode; other
+                episodes of the task, with which this one is compared, get others.
 
         Raises:
-            ContextFull: no room for an answer.
+            ContextFull: no room for a completion.
             EpisodeOver: the episode has ended.
             EngineError: the engine has failed.
         """
@@ -132,25 +134,25 @@ class GatewayEpisode:
             raise EpisodeOver("this episode has ended")
         length = len(position.read) + (0 if position.parent is None else position.parent.num_tokens)
         tree = self.conversation.tree
-        answer = tree.begin(position.parent, position.read)
+        completion = tree.begin(position.parent, position.read)
         room = min(self.limits.max_length - length, self._max_tokens - tree.num_tokens)
         if room < 1:
-            tree.end(answer, None)
+            tree.end(completion, None)
             raise ContextFull(
-                f"no room for an answer: the conversation has {length} tokens, at most engine.max_length="
+                f"no room for a completion: the conversation has {length} tokens, at most engine.max_length="
                 f"{self.limits.max_length}, and the episode {tree.num_tokens} in all branches, at most "
                 f"agent.max_tokens={self._max_tokens}"
             )
-        answer.limit = min(self.limits.max_new_tokens, room, limit or room)
+        completion.limit = min(self.limits.max_new_tokens, room, limit or room)
         session, own_seed = self._session(position.parent, anew=seed is not None)
         params = SamplingParams(
             temperature=self.limits.temperature,
-            max_new_tokens=answer.limit,
+            max_new_tokens=completion.limit,
             stop_token_ids=self.conversation.chat.stop_token_ids,
             greedy=self.limits.greedy,
             seed=own_seed if seed is None else self._seed(seed % _SEEDS, _OF_CLIENT),
         )
-        task = asyncio.ensure_future(self._generate(session, answer, params, stop))
+        task = asyncio.ensure_future(self._generate(session, completion, params, stop))
         self._running[session] = task
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # read it even if no caller waits
         try:
@@ -168,14 +170,14 @@ class GatewayEpisode:
         size, longest = sum(1 + len(text) for text in texts), self.conversation.chat.longest_token
         if size > self.limits.max_length * (1 + longest):
             raise ContextFull(
-                f"no room for an answer: the conversation has about {size} characters, which are more than "
+                f"no room for a completion: the conversation has about {size} characters, which are more than "
                 f"engine.max_length={self.limits.max_length} tokens of up to {longest}"
             )
 
-    def completion_id(self, answers: list[Answer], prefix: str) -> str:
-        """A name for a completion, by which its turn may be rewarded: the last of its answers."""
+    def completion_id(self, completions: list[Completion], prefix: str) -> str:
+        """A name for the completions of one request, by which a turn may be rewarded: that of the last of them."""
         name = f"{prefix}-{secrets.token_hex(8)}"
-        self._by_id[name] = answers[-1]
+        self._by_id[name] = completions[-1]
         return name
 
     def reward(self, completion_id: str, reward: Any) -> None:
@@ -204,7 +206,7 @@ class GatewayEpisode:
 
         Raises:
             EngineError: the engine has failed meanwhile.
-            ValueError: no answer, or a reward for a completion that there is not.
+            ValueError: no completion, or a reward for one that there is not.
         """
         if self.failure is not None:
             raise self.failure
@@ -218,15 +220,15 @@ class GatewayEpisode:
         )
 
     def turns(self) -> list[Turn]:
-        """Its answers as text, in the order in which they ended, each with what the policy read before it."""
+        """Its completions as text, in the order in which they ended, each with what the policy read before it."""
         text = self.conversation.chat.text
-        return [Turn(text(each.read), text(each.sampled), each.reward) for each in self.conversation.tree.answers]
+        return [Turn(text(each.read), text(each.sampled), each.reward) for each in self.conversation.tree.completions]
 
     def _abort(self, session: str) -> None:
         self._aborted.add(session)
         self._engine.abort(session)
 
-    def _session(self, parent: Answer | None, anew: bool) -> tuple[str, int]:
+    def _session(self, parent: Completion | None, anew: bool) -> tuple[str, int]:
         """The engine's session for a call, and its seed: the one whose history it continues, or a new one."""
         idle, self._idle = self._idle, None
         if idle is not None:
@@ -237,36 +239,38 @@ class GatewayEpisode:
         number, self._num_sessions = self._num_sessions, self._num_sessions + 1
         if number == 0:
             return self.spec.episode_id, self.spec.seed
-        # Another seed: parallel answers to one question must differ.
+        # Another seed: parallel completions of one request must differ.
         return f"{self.spec.episode_id}/{number}", self._seed(number, _OF_BRANCH)
 
     def _seed(self, number: int, kind: int) -> int:
         """A seed of this episode."""
         return int(np.random.SeedSequence((self.spec.seed, number, kind)).generate_state(1, np.uint64)[0]) % _SEEDS
 
-    async def _generate(self, session: str, answer: Answer, params: SamplingParams, stop: tuple[str, ...]) -> Answer:
+    async def _generate(
+        self, session: str, completion: Completion, params: SamplingParams, stop: tuple[str, ...]
+    ) -> Completion:
         parts: list[Generation] = []
         try:
-            await self._sample_parts(session, answer.history, params, stop, parts)
+            await self._sample_parts(session, completion.history, params, stop, parts)
         except EngineError as error:
             self.failure = error
             raise
         finally:
-            is_kept = self.conversation.tree.end(answer, _joined(parts))
+            is_kept = self.conversation.tree.end(completion, _joined(parts))
             del self._running[session]
             self._aborted.discard(session)
             if is_kept and not self._running and not self._is_over:
-                self._idle = (session, params.seed, answer)
+                self._idle = (session, params.seed, completion)
             else:
                 self._engine.release(session)
         if not is_kept or parts[-1].finish_reason == "abort":
-            raise EngineError(f"episode {self.spec.episode_id}: the engine aborted an answer")
-        return answer
+            raise EngineError(f"episode {self.spec.episode_id}: the engine aborted a completion")
+        return completion
 
     async def _sample_parts(
         self, session: str, history: list[int], params: SamplingParams, stop: tuple[str, ...], parts: list[Generation]
     ) -> None:
-        """Sample an answer: whole, or token by token where texts may end it, since nothing behind them is wanted."""
+        """Sample a completion: whole, or token by token where texts may end it, since nothing behind them is wanted."""
         tokens: list[int] = []
         while session not in self._aborted:
             room = params.max_new_tokens - len(tokens)
@@ -286,7 +290,7 @@ class GatewayEpisode:
 
 
 def _joined(parts: list[Generation]) -> Generation | None:
-    """One answer of its parts."""
+    """One completion, made of its parts."""
     if len(parts) < 2:
         return parts[0] if parts else None
     tokens, log_probs, versions = (

@@ -11,8 +11,8 @@ from typing import Any
 
 from impala_llm.processes.limited_warnings import RateLimitedWarnings
 
-MOST_ANSWERS = 64
-"""Limit of `n`, and of the answers to all prompts of a request."""
+MOST_COMPLETIONS = 64
+"""Limit of `n`, and of the completions of all prompts of a request."""
 _MOST_TOOLS = 1 << 20
 """Characters of `tools`: they are encoded on the actor's event loop."""
 
@@ -68,7 +68,7 @@ class ParsedRequest:
 
     n: int
     limit: int | None
-    """Tokens of an answer at most; None: the settings' limit."""
+    """Tokens of a completion at most; None: the settings' limit."""
     stop: tuple[str, ...]
     seed: int | None
     stream: bool
@@ -109,7 +109,7 @@ class RequestReader:
             raise BadRequest(f"tools has more than {_MOST_TOOLS} characters: describe fewer tools, or more briefly")
         stream_options = body.get("stream_options") or {}
         return ParsedRequest(
-            _integer(body, "n", 1, MOST_ANSWERS) or 1,
+            _integer(body, "n", 1, MOST_COMPLETIONS) or 1,
             _integer(body, "max_completion_tokens", 1) or _integer(body, "max_tokens", 1),
             _stops(body.get("stop")),
             _integer(body, "seed", None),

@@ -19,8 +19,15 @@ from impala_llm.gateway.chat import Reply, texts_of
 from impala_llm.gateway.connections import Connections, ServerLog
 from impala_llm.gateway.conversation import Position
 from impala_llm.gateway.episode import AgentResult, ContextFull, EpisodeOver, GatewayEpisode
-from impala_llm.gateway.requests import MOST_ANSWERS, BadRequest, ParsedRequest, RequestReader, messages_of, prompts_of
-from impala_llm.gateway.tree import Answer
+from impala_llm.gateway.requests import (
+    MOST_COMPLETIONS,
+    BadRequest,
+    ParsedRequest,
+    RequestReader,
+    messages_of,
+    prompts_of,
+)
+from impala_llm.gateway.tree import Completion
 from impala_llm.processes.limited_warnings import RateLimitedWarnings
 from impala_llm.processes.open_files import raise_limit
 
@@ -81,7 +88,7 @@ class Gateway:
         app.router.add_route("*", "/{path:.*}", self._checked(self._nothing))
         self._runner = web.AppRunner(
             app,
-            handler_cancellation=True,  # of one whose client has gone away: it aborts its answer
+            handler_cancellation=True,  # of one whose client has gone away: it aborts its completion
             access_log=None,
             shutdown_timeout=1.0,
             logger=ServerLog(self._warnings),
@@ -171,12 +178,14 @@ class Gateway:
         return web.json_response({"ok": True})
 
     async def _chat(self, request: web.Request, episode: GatewayEpisode) -> web.StreamResponse:
-        asked, completion = await self._complete_chat(await _body(request), episode)
-        return await _stream(request, completion, asked) if asked.stream else web.json_response(completion)
+        asked, chat_completion = await self._complete_chat(await _body(request), episode)
+        return await _stream(request, chat_completion, asked) if asked.stream else web.json_response(chat_completion)
 
     async def _messages(self, request: web.Request, episode: GatewayEpisode) -> web.StreamResponse:
-        asked, completion = await self._complete_chat(anthropic.chat_body(await _body(request)) | {"n": 1}, episode)
-        answer = anthropic.answer_of(completion)
+        asked, chat_completion = await self._complete_chat(
+            anthropic.chat_body(await _body(request)) | {"n": 1}, episode
+        )
+        answer = anthropic.answer_of(chat_completion)
         if not asked.stream:
             return web.json_response(answer)
         response = await _begin_stream(request)
@@ -188,7 +197,7 @@ class Gateway:
     async def _complete_chat(
         self, body: dict[str, Any], episode: GatewayEpisode
     ) -> tuple[ParsedRequest, dict[str, Any]]:
-        """Answer a chat request: what was asked for, and the completion."""
+        """Answer a chat request: what was asked for, and the chat completion."""
         asked = self._reader(episode).read(body)
         conversation, messages = episode.conversation, messages_of(body)
         episode.check_room(said for message in messages for said in texts_of(message))
@@ -199,57 +208,60 @@ class Gateway:
                 "its family, such as agent.tool_parser=qwen3",
             )
         position = conversation.position_of(messages, asked.tools)
-        answers = await _sample_all(episode, [position] * asked.n, asked)
+        completions = await _sample_all(episode, [position] * asked.n, asked)
         choices = []
-        for index, answer in enumerate(answers):
-            assert answer.generation is not None
-            reply = conversation.chat.reply(answer.generation.tokens.tolist(), position.read, asked.tools)
+        for index, completion in enumerate(completions):
+            assert completion.generation is not None
+            reply = conversation.chat.reply(completion.generation.tokens.tolist(), position.read, asked.tools)
             content, stop = _before_stop(reply.content, asked.stop)
             reasoning = reply.reasoning
             if stop is None and reasoning is not None:
                 reasoning, stop = _before_stop(reasoning, asked.stop)
             message = Reply(content, reasoning, reply.tool_calls).message()
-            conversation.remember(position, answer, message)
-            reason = "tool_calls" if reply.tool_calls else _reason(answer)
+            conversation.remember(position, completion, message)
+            reason = "tool_calls" if reply.tool_calls else _reason(completion)
             choices.append(
                 {"index": index, "message": message, "logprobs": None, "finish_reason": reason, "stop_reason": stop}
             )
         return asked, {
-            "id": episode.completion_id(answers, "chatcmpl"),
+            "id": episode.completion_id(completions, "chatcmpl"),
             "object": "chat.completion",
             "created": int(time.time()),
             "model": str(body.get("model", MODEL)),
             "choices": choices,
-            "usage": _usage([position], answers),
+            "usage": _usage([position], completions),
         }
 
     async def _completions(self, request: web.Request, episode: GatewayEpisode) -> web.StreamResponse:
         body = await _body(request)
         asked = self._reader(episode).read(body)
         conversation, prompts = episode.conversation, prompts_of(body, self._vocab_size)
-        if len(prompts) * asked.n > MOST_ANSWERS:
-            raise BadRequest(f"prompt and n ask for {len(prompts) * asked.n} answers: at most {MOST_ANSWERS} are given")
+        if len(prompts) * asked.n > MOST_COMPLETIONS:
+            raise BadRequest(
+                f"prompt and n ask for {len(prompts) * asked.n} completions: at most {MOST_COMPLETIONS} are given"
+            )
         for prompt in prompts:
             episode.check_room([prompt] if isinstance(prompt, str) else [""] * len(prompt))
         positions = [conversation.position_of_text(prompt) for prompt in prompts]
-        answers = await _sample_all(episode, [position for position in positions for _ in range(asked.n)], asked)
+        completions = await _sample_all(episode, [position for position in positions for _ in range(asked.n)], asked)
         choices = []
-        for index, answer in enumerate(answers):
-            assert answer.generation is not None
-            conversation.remember_text(positions[index // asked.n], answer)
-            text, stop = _before_stop(conversation.chat.text(answer.generation.tokens.tolist()), asked.stop)
+        for index, completion in enumerate(completions):
+            assert completion.generation is not None
+            conversation.remember_text(positions[index // asked.n], completion)
+            text, stop = _before_stop(conversation.chat.text(completion.generation.tokens.tolist()), asked.stop)
+            reason = _reason(completion)
             choices.append(
-                {"index": index, "text": text, "logprobs": None, "finish_reason": _reason(answer), "stop_reason": stop}
+                {"index": index, "text": text, "logprobs": None, "finish_reason": reason, "stop_reason": stop}
             )
-        answer_body = {
-            "id": episode.completion_id(answers, "cmpl"),
+        text_completion = {
+            "id": episode.completion_id(completions, "cmpl"),
             "object": "text_completion",
             "created": int(time.time()),
             "model": str(body.get("model", MODEL)),
             "choices": choices,
-            "usage": _usage(positions, answers),
+            "usage": _usage(positions, completions),
         }
-        return await _stream(request, answer_body, asked) if asked.stream else web.json_response(answer_body)
+        return await _stream(request, text_completion, asked) if asked.stream else web.json_response(text_completion)
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
@@ -267,8 +279,8 @@ async def _body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-async def _sample_all(episode: GatewayEpisode, positions: list[Position], asked: ParsedRequest) -> list[Answer]:
-    """An answer at each position, all at once."""
+async def _sample_all(episode: GatewayEpisode, positions: list[Position], asked: ParsedRequest) -> list[Completion]:
+    """A completion at each position, all at once."""
     if len(positions) == 1:
         return [await episode.sample(positions[0], asked.limit, asked.stop, asked.seed)]
     seeds = [None if asked.seed is None else asked.seed + number for number in range(len(positions))]
@@ -290,16 +302,16 @@ def _before_stop(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
     return text[:end], word
 
 
-def _reason(answer: Answer) -> str:
-    assert answer.generation is not None
-    return "length" if answer.generation.finish_reason == "length" else "stop"
+def _reason(completion: Completion) -> str:
+    assert completion.generation is not None
+    return "length" if completion.generation.finish_reason == "length" else "stop"
 
 
-def _usage(positions: list[Position], answers: list[Answer]) -> dict[str, int]:
+def _usage(positions: list[Position], completions: list[Completion]) -> dict[str, int]:
     read = sum(
         len(position.read) + (0 if position.parent is None else position.parent.num_tokens) for position in positions
     )
-    said = sum(len(answer.generation.tokens) for answer in answers if answer.generation is not None)
+    said = sum(len(completion.generation.tokens) for completion in completions if completion.generation is not None)
     return {"prompt_tokens": read, "completion_tokens": said, "total_tokens": read + said}
 
 

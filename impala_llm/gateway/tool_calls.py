@@ -1,6 +1,6 @@
-"""Calls of tools in answers, in the forms in which families of models write them.
+"""Calls of tools in completions, in the forms in which families of models write them.
 
-An answer has calls where each of them has its family's form from beginning to end, and the name of a tool that was
+A completion has calls where each of them has its family's form from beginning to end, and the name of a tool that was
 offered. Else it has none: a broken call is not repaired, since the agent would do what the policy has not said. A value
 that spells a mark of the form, such as `<parameter=`, makes a call a broken one.
 """

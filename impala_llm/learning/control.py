@@ -177,7 +177,7 @@ class IdleUpdates:
 
 
 class CollapseAlarm:
-    """Detects two kinds of failure from the entropy, the length of answers and the scores.
+    """Detects two kinds of failure from the entropy, the length of completions and the scores.
 
     Collapse: the entropy or the length has fallen to a small share of its first value while scores are not good. A
     policy that has solved its tasks is also certain and brief, which is not a collapse. Noise: scores have fallen to

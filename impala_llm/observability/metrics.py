@@ -157,7 +157,7 @@ _DECLARED = (
     (
         "alarm/length_collapse",
         _MAX,
-        "1 where answers are below algorithm.length_alarm of their first length and the score is below 0.9, else 0",
+        "1 where completions are below algorithm.length_alarm of their first length and the score is below 0.9, else 0",
     ),
     (
         "alarm/noise_collapse",
@@ -174,7 +174,7 @@ _DECLARED = (
     ("advantage/zero_share", _MEAN, "share of a batch's trajectories whose whole group has the same return"),
     ("advantage/std", Aggregation.DEVIATION, "its standard deviation over the action tokens of a batch"),
     # The warm start on demonstrations, `impala-llm sft`, which also writes optimizer/* and progress/seconds.
-    ("sft/loss", _MEAN, "negative log-likelihood of the demonstrated answers in nats, per action token"),
+    ("sft/loss", _MEAN, "negative log-likelihood of the demonstrated completions in nats, per action token"),
     ("sft/value_loss", _MEAN, "squared error of the values against the demonstrations' returns, per turn"),
     ("sft/held_out_loss", _LAST, "sft/loss of the demonstrations of the tasks that are held out"),
     ("sft/held_out_value_loss", _LAST, "sft/value_loss of these"),
@@ -299,7 +299,7 @@ _DECLARED = (
     ("buffer/reuse", _MEAN, "times that a trajectory of the batch has been sampled, this time included"),
     ("weights/publish_s", _MEAN, "seconds from the end of the step until the new version is announced"),
     ("weights/skipped", _SUM, "versions that were not published since readers held all slots of the weight board"),
-    ("weights/pause_s", _MEAN, "seconds that answers stood still for the latest change of an engine's weights"),
+    ("weights/pause_s", _MEAN, "seconds that completions stood still for the latest change of an engine's weights"),
     ("weights/transfer_s", _MEAN, "the part of weights/pause_s in which the engine read them"),
     ("weights/servers_sent", _LAST, "servers that got the latest version by their process groups with the learner"),
     ("weights/servers_dropped", _SUM, "servers whose transfer failed since the last step; they load from disk"),

@@ -61,7 +61,7 @@ def test_the_workloads_are_the_uneven_requests_the_same_sorted_and_sixteen_equal
         pytest.param("135m", 134.5e6, (30, 576, 49152), marks=pytest.mark.system),
     ],
 )
-def test_the_models_have_the_size_announced_and_no_token_that_ends_an_answer(
+def test_the_models_have_the_size_announced_and_no_token_that_ends_a_completion(
     tmp_path: Path, name: str, parameters: float, shape: tuple[int, int, int]
 ) -> None:
     save_model(tmp_path, name)

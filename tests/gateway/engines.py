@@ -1,4 +1,4 @@
-"""An engine for the tests of the gateway: random answers, each token with a number of its own."""
+"""An engine for the tests of the gateway: random completions, each token with a number of its own."""
 
 import asyncio
 import random
@@ -12,14 +12,14 @@ class RandomEngine:
     """Keeps the rules of the embedded engine: a session's history only grows, and there is one request of it at a time.
 
     Args:
-        answers: token ids that it draws from.
+        ids: tokens that it draws from.
         slots: sessions that it keeps at once; requests of others wait.
     """
 
     version, vocab_size = 0, 1000
 
-    def __init__(self, rng: random.Random, answers: list[int], slots: int = 1 << 30) -> None:
-        self.rng, self.answers, self.slots = rng, answers, slots
+    def __init__(self, rng: random.Random, ids: list[int], slots: int = 1 << 30) -> None:
+        self.rng, self.ids, self.slots = rng, ids, slots
         self.sampled: list[tuple[int, list[int]]] = []
         """Token and all before it, of each that was sampled; its number here is -log-probability · 1024."""
         self.params: list[SamplingParams] = []
@@ -38,12 +38,12 @@ class RandomEngine:
                 await asyncio.sleep(0)
             before = self.sessions.setdefault(session_id, [])
             assert list(prompt[: len(before)]) == before, "a history may only grow"
-            return await self._answer(session_id, list(prompt), params)
+            return await self._complete(session_id, list(prompt), params)
         finally:
             self.running.discard(session_id)
             self.aborted.discard(session_id)
 
-    async def _answer(self, session_id, history, params):
+    async def _complete(self, session_id, history, params):
         tokens, serials = [], []
         reason = "length"
         while len(tokens) < params.max_new_tokens:
@@ -52,7 +52,7 @@ class RandomEngine:
             if session_id in self.aborted:
                 reason = "abort"
                 break
-            token = self.rng.choice([*self.answers, *params.stop_token_ids])
+            token = self.rng.choice([*self.ids, *params.stop_token_ids])
             serials.append(len(self.sampled))
             self.sampled.append((token, [*history, *tokens]))
             tokens.append(token)

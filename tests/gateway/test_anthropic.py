@@ -59,7 +59,7 @@ def test_a_conversation_with_a_tool_keeps_the_sampled_tokens(chat: ChatTokens, s
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_an_answer_that_a_stop_text_ends_names_it(chat: ChatTokens, streams: bool) -> None:  # noqa: F811
+def test_a_completion_that_a_stop_text_ends_names_it(chat: ChatTokens, streams: bool) -> None:  # noqa: F811
     engine = Scripted(chat, ["a", "7", END], ["a", END])
 
     async def main() -> None:

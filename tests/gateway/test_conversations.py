@@ -55,13 +55,13 @@ class Player:
         )
         self.conversation = self.episode.conversation
         self.states: list[Messages] = []
-        """Conversations, each up to an answer that was seen."""
+        """Conversations, each up to a completion that was seen."""
 
     async def ask(self, messages: Messages, n: int = 1, stop: tuple[str, ...] = ()) -> None:
         position = self.conversation.position_of(messages, [])
-        for answer in await asyncio.gather(*(self.episode.sample(position, None, stop, None) for _ in range(n))):
-            message = self.conversation.chat.reply(answer.generation.tokens.tolist()).message()
-            self.conversation.remember(position, answer, message)
+        for completion in await asyncio.gather(*(self.episode.sample(position, None, stop, None) for _ in range(n))):
+            message = self.conversation.chat.reply(completion.generation.tokens.tolist()).message()
+            self.conversation.remember(position, completion, message)
             self.states.append([*messages, message])
 
     def said(self, kind: str = "user") -> dict[str, Any]:
@@ -164,8 +164,8 @@ def test_branches_have_random_streams_of_their_own(chat: ChatTokens) -> None:
     assert len({params.seed for params in player.engine.params}) == 4
 
 
-def test_a_clients_seed_gives_an_episode_the_same_answer_again_and_other_episodes_others(chat: ChatTokens) -> None:
-    """As agents with a fixed seed would give all members of a group one answer, of which nothing can be learned."""
+def test_a_clients_seed_gives_an_episode_the_same_completion_again_and_other_episodes_others(chat: ChatTokens) -> None:
+    """As agents with a fixed seed would give all members of a group one completion, of which nothing can be learned."""
 
     async def seeds(spec_seed: int) -> list[int]:
         engine = RandomEngine(random.Random(0), chat.encode("ab c"))
@@ -196,7 +196,7 @@ def test_engines_with_a_slot_for_each_episode_serve_all_their_branches(chat: Cha
     assert asyncio.run(asyncio.wait_for(play(), 60)) == 4 + 5 * 4 * 3
 
 
-def test_a_space_before_the_end_of_an_answer_is_no_part_of_it(chat: ChatTokens) -> None:
+def test_a_space_before_the_end_of_a_completion_is_no_part_of_it(chat: ChatTokens) -> None:
     tokenizer = copy.deepcopy(chat.tokenizer)
     tokenizer.chat_template = tokenizer.chat_template.replace("'<|end|>'", "' <|end|>'")
     spaced, end = ChatTokens(tokenizer), tokenizer.eos_token_id
@@ -210,7 +210,7 @@ def test_a_space_before_the_end_of_an_answer_is_no_part_of_it(chat: ChatTokens) 
 
 
 def test_a_template_that_leaves_out_what_a_tool_says_is_refused(chat: ChatTokens) -> None:
-    """Else the policy learns from answers to what it never read."""
+    """Else the policy learns from completions of what it never read."""
     tokenizer = copy.deepcopy(chat.tokenizer)
     said = "message.content if message.role != 'tool' else ''"
     tokenizer.chat_template = tokenizer.chat_template.replace("message.content", said)
@@ -233,14 +233,14 @@ def test_a_message_of_another_role_that_the_template_leaves_out_is_refused(chat:
     tokenizer = copy.deepcopy(chat.tokenizer)
     tokenizer.chat_template = SYSTEM_FIRST
     strict = ChatTokens(tokenizer)
-    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c"}
+    user, completion = {"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c"}
     call = {"id": "1", "type": "function", "function": {"name": "d", "arguments": "{}"}}
-    for role, known in (("function", [user, answer]), ("system", [user]), ("system", [user, answer])):
+    for role, known in (("function", [user, completion]), ("system", [user]), ("system", [user, completion])):
         with pytest.raises(TemplateRefused, match=f"leaves out what a message of role '{role}' says: .*'user'"):
             strict.opening([*known, {"role": role, "content": "seven"}, user], [])
     with pytest.raises(TemplateRefused, match="role 'system'"):
         strict.following([{"role": "developer", "content": "in lower case"}, user], [], strict.stop_token_ids[0])
-    known = [{"role": "system", "content": "s"}, user, answer, user, {**answer, "tool_calls": [call]}, user]
+    known = [{"role": "system", "content": "s"}, user, completion, user, {**completion, "tool_calls": [call]}, user]
     rendered = tokenizer.apply_chat_template([*known, {"role": "system", "content": ""}], tokenize=False)
     assert "c<|end|>" in rendered and "<think>" not in rendered
     expected = tokenizer.encode(rendered, add_special_tokens=False)
@@ -305,7 +305,7 @@ def test_a_conversation_of_thousands_of_turns_is_one_context() -> None:
     assert len(trajectory.turns) == 3000 and len(trajectory.context_lengths) == 1
 
 
-def test_the_last_answer_of_an_episode_is_the_last_of_its_trajectory(chat: ChatTokens) -> None:
+def test_the_last_completion_of_an_episode_is_the_last_of_its_trajectory(chat: ChatTokens) -> None:
     """The reward follows the conversation, also where a sub-agent has talked meanwhile."""
 
     async def play() -> tuple[Trajectory, Player]:
@@ -341,7 +341,7 @@ def test_rewards_of_turns_are_where_their_completions_end(chat: ChatTokens) -> N
         player = Player(chat, 5)
         await player.ask([player.said()])
         await player.ask([*player.states[-1], player.said()])
-        first = player.episode.completion_id(player.conversation.tree.answers[:1], "chatcmpl")
+        first = player.episode.completion_id(player.conversation.tree.completions[:1], "chatcmpl")
         player.episode.reward(first, 0.25)
         with pytest.raises(ValueError, match="no such completion"):
             player.episode.reward("other", 1.0)

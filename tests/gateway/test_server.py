@@ -99,9 +99,9 @@ def test_a_conversation_of_the_openai_client_is_one_exact_row(chat: ChatTokens) 
     async def use(served: Served) -> None:
         messages: list[Any] = [{"role": "system", "content": "rules"}, *ASK]
         for turn in range(4):
-            answer = await served.say(messages, temperature=0.7)
-            assert answer.choices[0].finish_reason in ("stop", "length")
-            messages += [answer.choices[0].message, {"role": "user", "content": f"turn {turn}"}]
+            completion = await served.say(messages, temperature=0.7)
+            assert completion.choices[0].finish_reason in ("stop", "length")
+            messages += [completion.choices[0].message, {"role": "user", "content": f"turn {turn}"}]
         trajectory = await served.end()
         assert_exact(trajectory, served.engine)
         assert len(trajectory.turns) == 4 and len(trajectory.context_lengths) == 1
@@ -111,7 +111,7 @@ def test_a_conversation_of_the_openai_client_is_one_exact_row(chat: ChatTokens) 
 
 
 @pytest.mark.parametrize("kind", ["chat", "plain"])
-def test_streams_have_the_same_text_as_whole_answers(chat: ChatTokens, kind: str) -> None:
+def test_streams_have_the_same_text_as_whole_completions(chat: ChatTokens, kind: str) -> None:
     async def use(served: Served) -> None:
         pieces: list[str] = []
         usage = None
@@ -135,11 +135,11 @@ def test_streams_have_the_same_text_as_whole_answers(chat: ChatTokens, kind: str
     run(chat, use)
 
 
-def test_several_answers_are_several_branches(chat: ChatTokens) -> None:
+def test_several_completions_are_several_branches(chat: ChatTokens) -> None:
     async def use(served: Served) -> None:
-        answer = await served.say(ASK, n=3)
-        assert [choice.index for choice in answer.choices] == [0, 1, 2]
-        await served.say([*ASK, answer.choices[1].message, {"role": "user", "content": "more"}])
+        completion = await served.say(ASK, n=3)
+        assert [choice.index for choice in completion.choices] == [0, 1, 2]
+        await served.say([*ASK, completion.choices[1].message, {"role": "user", "content": "more"}])
         trajectory = await served.end()
         assert_exact(trajectory, served.engine)
         assert len(trajectory.context_lengths) == 3 and len(trajectory.turns) == 4
@@ -152,7 +152,7 @@ def test_completions_of_texts_and_of_tokens_go_on_where_they_ended(chat: ChatTok
         complete = served.client.completions.create
         first = await complete(model="any", prompt="once upon")
         await complete(model="any", prompt="once upon" + first.choices[0].text + " and then")
-        ids = [int(token) for token in served.episode.conversation.tree.answers[-1].tokens]
+        ids = [int(token) for token in served.episode.conversation.tree.completions[-1].tokens]
         await complete(model="any", prompt=[*ids, 5, 6])
         await complete(model="any", prompt=["one", "two"], n=2)
         trajectory = await served.end()
@@ -169,7 +169,7 @@ class Reciting(RandomEngine):
         super().__init__(random.Random(0), [])
         self.left = list(tokens)
 
-    async def _answer(self, session_id: str, history: list[int], params: Any) -> Any:
+    async def _complete(self, session_id: str, history: list[int], params: Any) -> Any:
         ends = [index for index, token in enumerate(self.left, 1) if token in params.stop_token_ids]
         number = min([params.max_new_tokens, *ends])
         tokens, self.left = self.left[:number], self.left[number:]
@@ -185,19 +185,19 @@ def test_a_completion_of_a_text_is_sampled_behind_no_token_that_the_text_does_no
 
     async def use(served: Served) -> None:
         prompts = ["once", "once", "once", "onceab, then", "onceab, thenc", "onceab, thencd, and"]
-        answers = []
+        completions = []
         for prompt in prompts:
-            answer = await served.client.completions.create(
+            completion = await served.client.completions.create(
                 model="any", prompt=prompt, max_tokens=1 if "then" in prompt else 5
             )
-            answers.append(answer.choices[0].text)
-            assert answer.usage.prompt_tokens == len(chat.encode(prompt))
-        assert answers == ["", "", "ab", "c", "d", "e"]
-        histories = [answer.history for answer in served.episode.conversation.tree.answers]
+            completions.append(completion.choices[0].text)
+            assert completion.usage.prompt_tokens == len(chat.encode(prompt))
+        assert completions == ["", "", "ab", "c", "d", "e"]
+        histories = [completion.history for completion in served.episode.conversation.tree.completions]
         assert histories == [chat.encode(prompt) for prompt in prompts]
         trajectory = await served.end()
         assert_exact(trajectory, engine)
-        assert len(trajectory.context_lengths) == 4, "an answer that was cut is gone on with"
+        assert len(trajectory.context_lengths) == 4, "a completion that was cut is gone on with"
 
     run(chat, use, engine)
 
@@ -215,11 +215,11 @@ def test_a_stop_text_that_the_last_allowed_token_completes_is_named(chat: ChatTo
     run(chat, use, engine)
 
 
-def test_an_answer_ends_at_a_stop_text_which_is_learned_and_not_shown(chat: ChatTokens) -> None:
+def test_a_completion_ends_at_a_stop_text_which_is_learned_and_not_shown(chat: ChatTokens) -> None:
     async def use(served: Served) -> None:
         for attempt in range(20):
-            answer = await served.say([{"role": "user", "content": str(attempt)}], stop=["b"], max_tokens=5)
-            text, choice = chat.text(served.episode.conversation.tree.answers[-1].tokens), answer.choices[0]
+            completion = await served.say([{"role": "user", "content": str(attempt)}], stop=["b"], max_tokens=5)
+            text, choice = chat.text(served.episode.conversation.tree.completions[-1].tokens), completion.choices[0]
             assert "b" not in choice.message.content and text.endswith(choice.message.content + "b" * text.count("b"))
         trajectory = await served.end()
         assert_exact(trajectory, served.engine)
@@ -532,18 +532,18 @@ def test_an_engine_that_fails_is_the_servers_fault_and_ends_the_episode_without_
 
 
 def test_a_client_that_goes_away_leaves_what_was_sampled_and_its_session_free(chat: ChatTokens) -> None:
-    """Its answer is aborted; a retry is a branch."""
+    """Its completion is aborted; a retry is a branch."""
 
     class Slow(RandomEngine):
-        """Its first answer has one token and then waits for the abort."""
+        """Its first completion has one token and then waits for the abort."""
 
         def __init__(self) -> None:
             super().__init__(random.Random(0), chat.encode("ab c"))
             self.waits = asyncio.Event()
 
-        async def _answer(self, session_id: str, history: list[int], params: Any) -> Any:
+        async def _complete(self, session_id: str, history: list[int], params: Any) -> Any:
             if self.sampled:
-                return await super()._answer(session_id, history, params)
+                return await super()._complete(session_id, history, params)
             self.sampled.append((5, history))
             self.sessions[session_id] = [*history, 5]
             self.waits.set()
@@ -595,9 +595,9 @@ def test_an_episode_of_the_openai_client_equals_the_same_one_played_by_reset_and
             messages, ended, reward, info = [], False, 0.0, {}
             while not ended:
                 messages.append({"role": "user", "content": observation})
-                answer = (await served.say(messages)).choices[0].message
-                messages.append(answer)
-                observation, reward, ended, _, info = session.step(answer.content)
+                reply = (await served.say(messages)).choices[0].message
+                messages.append(reply)
+                observation, reward, ended, _, info = session.step(reply.content)
             await served.gateway.remove(served.episode)
             return served.episode.trajectory(AgentResult.of({"reward": reward, **info}))
 

@@ -97,7 +97,7 @@ def test_a_time_out_is_the_agents_fault_unless_the_engine_was_awaited(tmp_path: 
 
 @pytest.mark.system
 def test_a_time_out_of_an_agent_is_no_fault_where_values_are_learned(tmp_path: Path, asleep: Path) -> None:
-    """With values the turns of an episode of reset and step are kept, and its answer is aborted: not an agent's."""
+    """With values the turns of an episode of reset and step are kept, and its completion is aborted: not an agent's."""
 
     class Engine(SlowEngine):
         async def generate(self, *_: object) -> Any:
@@ -124,7 +124,7 @@ def test_a_time_out_of_an_agent_is_no_fault_where_values_are_learned(tmp_path: P
         assert actor.faults.num_in_a_row == 0, failed
 
     asyncio.run(main())
-    assert len(failed) == 1 and "the engine was still at an answer" in failed[0]
+    assert len(failed) == 1 and "the engine was still at a completion" in failed[0]
 
 
 @pytest.mark.system

@@ -164,7 +164,7 @@ def test_a_broken_call_stays_text(tiny_model: Path, parser: str, text: str) -> N
         (FENCED, as_fenced('{"a": 1}', '{"a": 1}'), 2),
     ],
 )
-def test_several_calls_take_nothing_but_the_space_between_them_from_the_answer(
+def test_several_calls_take_nothing_but_the_space_between_them_from_the_completion(
     tiny_model: Path, parser: str, call: str, calls: int
 ) -> None:
     reply = reply_of(tiny_model, parser, f"{call}\n{call} and then {call}done")

@@ -30,11 +30,11 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTokens:
 class Scripted(RandomEngine):
     """Says given tokens."""
 
-    def __init__(self, chat: ChatTokens, *answers: list[str]) -> None:
+    def __init__(self, chat: ChatTokens, *completions: list[str]) -> None:
         super().__init__(random.Random(0), [])
-        self.script = [chat.tokenizer.convert_tokens_to_ids(answer) for answer in answers]
+        self.script = [chat.tokenizer.convert_tokens_to_ids(completion) for completion in completions]
 
-    async def _answer(self, session_id: str, history: list[int], params: Any) -> Any:
+    async def _complete(self, session_id: str, history: list[int], params: Any) -> Any:
         tokens = self.script.pop(0)
         serials = list(range(len(self.sampled), len(self.sampled) + len(tokens)))
         self.sampled += [(token, [*history, *tokens[:index]]) for index, token in enumerate(tokens)]
@@ -149,7 +149,7 @@ BY_MARKS = (
 )
 
 
-def test_an_answer_ends_with_the_mark_of_whoever_speaks_next_where_a_template_has_nothing_else(
+def test_a_completion_ends_with_the_mark_of_whoever_speaks_next_where_a_template_has_nothing_else(
     chat: ChatTokens, tmp_path: Path
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(make_tool_policy(tmp_path / "policy"))
@@ -205,7 +205,7 @@ THINK, THOUGHT = "<think>", "</think>"
         (["a", CALL, CALLS[1], CALLED], "a", None, ["b"]),
     ],
 )
-def test_a_call_that_is_only_thought_of_is_none_and_takes_nothing_from_the_answer(
+def test_a_call_that_is_only_thought_of_is_none_and_takes_nothing_from_the_completion(
     tmp_path: Path, said: list[str], content: str, reasoning: str | None, arguments: list[str]
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(make_tool_policy(tmp_path / "policy"))
@@ -217,7 +217,7 @@ def test_a_call_that_is_only_thought_of_is_none_and_takes_nothing_from_the_answe
 
 
 @pytest.mark.parametrize(("stop", "content", "reasoning"), [("7", "", "a"), ("3", "b", "a7")])
-def test_a_stop_text_in_the_reasoning_ends_the_answer_and_is_named(
+def test_a_stop_text_in_the_reasoning_ends_the_completion_and_is_named(
     tmp_path: Path, stop: str, content: str, reasoning: str
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(make_tool_policy(tmp_path / "policy"))
@@ -240,7 +240,7 @@ def test_a_stop_text_in_the_reasoning_ends_the_answer_and_is_named(
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_reasoning_is_kept_apart_in_the_answer_and_in_place_in_the_tokens(tmp_path: Path, tiny_model: Path) -> None:
+def test_reasoning_is_kept_apart_in_the_completion_and_in_place_in_the_tokens(tmp_path: Path, tiny_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     chat = ChatTokens(tokenizer, reasoning_parser="think")
     said = tokenizer.encode("<think>a letter</think>\n\nb", add_special_tokens=False)

@@ -48,28 +48,29 @@ class Policies:
 
     @torch.no_grad()
     def learners_log_probs(
-        self, version: int, answers: Sequence[tuple[list[int], Generation]], temperature: float
+        self, version: int, completions: Sequence[tuple[list[int], Generation]], temperature: float
     ) -> list[np.ndarray]:
-        """Log-probabilities of the tokens of each (prompt, answer): by the model that trains, on rows packed as the
+        """Log-probabilities of the tokens of each (prompt, completion): by the model that trains, on rows packed as the
         learner packs them."""
         model = PolicyModel.from_pretrained(self.directories[version]).eval()
-        rows = [torch.tensor([*prompt, *answer.tokens.tolist()]) for prompt, answer in answers]
+        rows = [torch.tensor([*prompt, *completion.tokens.tolist()]) for prompt, completion in completions]
         lengths = torch.tensor([len(row) for row in rows])
         hidden = model.hidden(torch.cat(rows), torch.cat([torch.arange(len(row)) for row in rows]), lengths)
         before = [
-            row[len(prompt) - 1 : -1] for row, (prompt, _) in zip(hidden.split(lengths.tolist()), answers, strict=True)
+            row[len(prompt) - 1 : -1]
+            for row, (prompt, _) in zip(hidden.split(lengths.tolist()), completions, strict=True)
         ]
-        targets = [row[len(prompt) :] for row, (prompt, _) in zip(rows, answers, strict=True)]
+        targets = [row[len(prompt) :] for row, (prompt, _) in zip(rows, completions, strict=True)]
         found, _ = model.action_log_probs(torch.cat(before), torch.cat(targets), temperature)
         return [part.numpy() for part in found.split([len(part) for part in targets])]
 
-    def check(self, prompt: list[int], answer: Generation, temperature: float = 1.0) -> None:
+    def check(self, prompt: list[int], completion: Generation, temperature: float = 1.0) -> None:
         """Each token's log-probability is the forward of its own version over all tokens before it."""
-        tokens = [*prompt, *answer.tokens.tolist()]
-        for version in set(answer.versions.tolist()):
-            own = answer.versions == version
+        tokens = [*prompt, *completion.tokens.tolist()]
+        for version in set(completion.versions.tolist()):
+            own = completion.versions == version
             expected = self.log_probs(version, tokens, len(prompt), temperature)
-            np.testing.assert_allclose(answer.log_probs[own], expected[own], rtol=0, atol=TOLERANCE)
+            np.testing.assert_allclose(completion.log_probs[own], expected[own], rtol=0, atol=TOLERANCE)
 
 
 def picked(logits: torch.Tensor, tokens: list[int], start: int) -> np.ndarray:
@@ -105,10 +106,10 @@ class Rig:
     def model_of(self, version: int) -> int:
         return 0 if version == 0 else 1 + (version - 1) % (len(self.policies.directories) - 1)
 
-    def check(self, prompt: list[int], answer: Generation, temperature: float = 1.0) -> None:
-        models = np.array([self.model_of(version) for version in answer.versions], np.int32)
+    def check(self, prompt: list[int], completion: Generation, temperature: float = 1.0) -> None:
+        models = np.array([self.model_of(version) for version in completion.versions], np.int32)
         self.policies.check(
-            prompt, Generation(answer.tokens, answer.log_probs, models, answer.finish_reason), temperature
+            prompt, Generation(completion.tokens, completion.log_probs, models, completion.finish_reason), temperature
         )
 
     @contextlib.asynccontextmanager
@@ -172,22 +173,24 @@ def running_rig(root: Path, radix_cache: bool = False, as_remote: bool = False) 
 
 
 async def has_decoded(engine: SGLangEngine, more: int) -> None:
-    """Wait until so many more tokens have arrived, of answers that are all still under way.
+    """Wait until so many more tokens have arrived, of completions that are all still under way.
 
-    A server does not wait for this process: on a busy machine it may end short answers before any of this is run.
+    A server does not wait for this process: on a busy machine it may end short completions before any of this is run.
     """
-    await asyncio.sleep(0)  # answers that were asked for just now begin
-    answers = dict(engine.answers)
-    target = sum(len(answer.tokens) for answer in answers.values()) + more
+    await asyncio.sleep(0)  # completions that were asked for just now begin
+    completions = dict(engine.completions)
+    target = sum(len(completion.tokens) for completion in completions.values()) + more
     async with asyncio.timeout(60):
         while True:
-            assert answers and answers.keys() <= engine.answers.keys(), "an answer ended early: ask for longer ones"
-            if sum(len(answer.tokens) for answer in answers.values()) >= target:
+            assert completions and completions.keys() <= engine.completions.keys(), (
+                "a completion ended early: ask for longer ones"
+            )
+            if sum(len(completion.tokens) for completion in completions.values()) >= target:
                 return
             await asyncio.sleep(0.002)
 
 
-def start_answers(engine: SGLangEngine, prompts: list[list[int]], length: int) -> list[asyncio.Task[Generation]]:
+def start_completions(engine: SGLangEngine, prompts: list[list[int]], length: int) -> list[asyncio.Task[Generation]]:
     params = SamplingParams(max_new_tokens=length)
     return [
         asyncio.create_task(engine.generate(f"episode-{index}", prompt, params)) for index, prompt in enumerate(prompts)

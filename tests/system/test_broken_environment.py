@@ -114,7 +114,7 @@ def test_a_split_without_tasks_is_named_before_the_run_and_not_after_it(tmp_path
 
 
 @pytest.mark.system
-def test_pages_that_leave_no_room_for_an_answer_end_the_run_with_the_fix(tmp_path: Path) -> None:
+def test_pages_that_leave_no_room_for_a_completion_end_the_run_with_the_fix(tmp_path: Path) -> None:
     settings = ("experiment=toy", "actor.num_actors=1", "engine.max_length=3", "engine.max_new_tokens=1", IMPATIENT)
     with Run(tmp_path / "run", *settings) as run:
         assert run.train().wait(200) == 2, run.printed()

@@ -35,7 +35,7 @@ from tests.system.sglang_rig import (
     has_decoded,
     picked,
     running_rig,
-    start_answers,
+    start_completions,
 )
 
 pytestmark = [pytest.mark.system, pytest.mark.xdist_group("sglang_engine"), pytest.mark.timeout(600), needs_sglang]
@@ -47,9 +47,9 @@ def rig(tmp_path_factory) -> Iterator[Rig]:
         yield rig
 
 
-def test_log_probs_of_a_thousand_answers_are_those_of_the_learner(rig):
+def test_log_probs_of_a_thousand_completions_are_those_of_the_learner(rig):
     """In episodes of several turns, before and after weights change under them and while they do."""
-    answers: list[tuple[float, list[int], Generation]] = []
+    completions: list[tuple[float, list[int], Generation]] = []
 
     async def episode(index: int, prompt: list[int]) -> None:
         random = np.random.default_rng(index)
@@ -62,25 +62,28 @@ def test_log_probs_of_a_thousand_answers_are_those_of_the_learner(rig):
                 greedy=index % 8 == 7,
             )
             lowest = rig.engine.version
-            answer = await rig.engine.generate(name, prompt, params)
-            assert lowest <= answer.versions[0] and (np.diff(answer.versions) >= 0).all()
-            assert answer.versions[-1] <= rig.newest[1]
-            assert answer.tokens.dtype == answer.versions.dtype == np.int32 and answer.log_probs.dtype == np.float32
-            stops = np.isin(answer.tokens, params.stop_token_ids)
-            if answer.finish_reason == "stop":
+            completion = await rig.engine.generate(name, prompt, params)
+            assert lowest <= completion.versions[0] and (np.diff(completion.versions) >= 0).all()
+            assert completion.versions[-1] <= rig.newest[1]
+            assert (
+                completion.tokens.dtype == completion.versions.dtype == np.int32
+                and completion.log_probs.dtype == np.float32
+            )
+            stops = np.isin(completion.tokens, params.stop_token_ids)
+            if completion.finish_reason == "stop":
                 assert stops[-1] and stops.sum() == 1
             else:
-                assert answer.finish_reason == "length" and len(answer.tokens) == params.max_new_tokens
+                assert completion.finish_reason == "length" and len(completion.tokens) == params.max_new_tokens
                 assert not stops.any()
-            answers.append((1.0 if params.greedy else params.temperature, prompt, answer))
-            prompt = [*prompt, *answer.tokens.tolist(), *random.integers(0, rig.policies.vocab_size, 9).tolist()]
+            completions.append((1.0 if params.greedy else params.temperature, prompt, completion))
+            prompt = [*prompt, *completion.tokens.tolist(), *random.integers(0, rig.policies.vocab_size, 9).tolist()]
         rig.engine.release(name)
 
     async def publish() -> None:
-        """A version for every 24 answers."""
+        """A version for every 24 completions."""
         done = 0
         while done < 1000:
-            if len(answers) >= done + 24:
+            if len(completions) >= done + 24:
                 done += 24
                 await rig.load(rig.engine, rig.engine.version + 1)
             await asyncio.sleep(0.002)
@@ -94,33 +97,33 @@ def test_log_probs_of_a_thousand_answers_are_those_of_the_learner(rig):
         await asyncio.gather(play(), publish())
 
     rig.run(test)
-    assert len(answers) == 1024
-    assert sum(len(set(answer.versions.tolist())) > 1 for _, _, answer in answers) > 30
+    assert len(completions) == 1024
+    assert sum(len(set(completion.versions.tolist())) > 1 for _, _, completion in completions) > 30
     compared = 0
     for temperature in (1.0, 0.7, 1.3):
         for model in range(len(rig.policies.models)):
             own = [
-                (prompt, answer, mask)
-                for theirs, prompt, answer in answers
+                (prompt, completion, mask)
+                for theirs, prompt, completion in completions
                 if theirs == temperature
-                and (mask := np.array([rig.model_of(version) == model for version in answer.versions])).any()
+                and (mask := np.array([rig.model_of(version) == model for version in completion.versions])).any()
             ]
             expected = rig.policies.learners_log_probs(model, [row[:2] for row in own], temperature)
-            for (_, answer, mask), log_probs in zip(own, expected, strict=True):
-                np.testing.assert_allclose(answer.log_probs[mask], log_probs[mask], rtol=0, atol=TOLERANCE)
+            for (_, completion, mask), log_probs in zip(own, expected, strict=True):
+                np.testing.assert_allclose(completion.log_probs[mask], log_probs[mask], rtol=0, atol=TOLERANCE)
                 compared += mask.sum()
-    assert compared == sum(len(answer.tokens) for _, _, answer in answers)
+    assert compared == sum(len(completion.tokens) for _, _, completion in completions)
 
 
-def test_a_greedy_answer_is_the_argmax(rig):
+def test_a_greedy_completion_is_the_argmax(rig):
     async def test():
         prompt = rig.prompts(1, seed=5)[0]
-        answer = await rig.engine.generate("greedy", prompt, SamplingParams(max_new_tokens=12, greedy=True))
-        tokens = [*prompt, *answer.tokens.tolist()]
+        completion = await rig.engine.generate("greedy", prompt, SamplingParams(max_new_tokens=12, greedy=True))
+        tokens = [*prompt, *completion.tokens.tolist()]
         model = rig.policies.models[rig.model_of(rig.engine.version)]
         with torch.no_grad():
             best = model(input_ids=torch.tensor([tokens])).logits[0].argmax(-1).tolist()
-        assert best[len(prompt) - 1 : -1] == answer.tokens.tolist()
+        assert best[len(prompt) - 1 : -1] == completion.tokens.tolist()
 
     rig.run(test)
 
@@ -129,18 +132,18 @@ def test_recompute_kv_makes_every_token_the_forward_of_its_version(rig):
     async def test():
         version = rig.engine.version
         prompts = rig.prompts(EPISODES, seed=1)
-        answers = start_answers(rig.engine, prompts, 900)
+        completions = start_completions(rig.engine, prompts, 900)
         for step in (1, 2, 3):
             await has_decoded(rig.engine, 20 * EPISODES)
             await rig.load(rig.engine, version + step)
             assert rig.engine.version == version + step
             times = rig.engine.last_update
             assert 0 < times.transfer_s < times.pause_s
-        for prompt, task in zip(prompts, answers, strict=True):
-            answer = await task
-            assert len(answer.tokens) == 900
-            assert (np.diff(answer.versions) >= 0).all() and len(set(answer.versions.tolist())) >= 3
-            rig.check(prompt, answer)
+        for prompt, task in zip(prompts, completions, strict=True):
+            completion = await task
+            assert len(completion.tokens) == 900
+            assert (np.diff(completion.versions) >= 0).all() and len(set(completion.versions.tolist())) >= 3
+            rig.check(prompt, completion)
         after = await rig.engine.generate("after", prompts[0], SamplingParams(max_new_tokens=20))
         assert set(after.versions.tolist()) == {version + 3}
         rig.check(prompts[0], after)
@@ -150,11 +153,11 @@ def test_recompute_kv_makes_every_token_the_forward_of_its_version(rig):
 
 def test_keep_kv_goes_on_with_new_weights_over_old_keys_and_values(rig):
     @torch.no_grad()
-    def expected(prompt: list[int], answer: Generation, old: PreTrainedModel, new: PreTrainedModel) -> np.ndarray:
+    def expected(prompt: list[int], completion: Generation, old: PreTrainedModel, new: PreTrainedModel) -> np.ndarray:
         """Tokens are fed one by one, to the weights that sample what follows."""
-        tokens = [*prompt, *answer.tokens.tolist()]
+        tokens = [*prompt, *completion.tokens.tolist()]
         # One token is under way when the server pauses: it is labelled new, but it is of the old weights.
-        switch = len(prompt) + int((answer.versions == answer.versions[0]).sum()) + 1
+        switch = len(prompt) + int((completion.versions == completion.versions[0]).sum()) + 1
         cache = DynamicCache()
         first = old(input_ids=torch.tensor([tokens[: switch - 1]]), past_key_values=cache).logits
         rest = new(input_ids=torch.tensor([tokens[switch - 1 :]]), past_key_values=cache).logits
@@ -164,24 +167,26 @@ def test_keep_kv_goes_on_with_new_weights_over_old_keys_and_values(rig):
         async with rig.second_engine("keep_kv") as engine:
             before = engine.version
             prompts = rig.prompts(EPISODES, seed=2)
-            answers = start_answers(engine, prompts, 900)
+            completions = start_completions(engine, prompts, 900)
             await has_decoded(engine, 40 * EPISODES)
             await rig.load(engine, before + 1)
             models = [rig.policies.models[rig.model_of(version)] for version in (before, before + 1)]
-            for prompt, task in zip(prompts, answers, strict=True):
-                answer = await task
-                assert set(answer.versions.tolist()) == {before, before + 1}
-                np.testing.assert_allclose(answer.log_probs, expected(prompt, answer, *models), rtol=0, atol=TOLERANCE)
+            for prompt, task in zip(prompts, completions, strict=True):
+                completion = await task
+                assert set(completion.versions.tolist()) == {before, before + 1}
+                np.testing.assert_allclose(
+                    completion.log_probs, expected(prompt, completion, *models), rtol=0, atol=TOLERANCE
+                )
 
     rig.run(test)
 
 
-def test_drain_mixes_no_versions_in_an_answer(rig):
+def test_drain_mixes_no_versions_in_a_completion(rig):
     async def test():
         async with rig.second_engine("drain") as engine:
             before = engine.version
             prompts = rig.prompts(EPISODES, seed=3)
-            early = start_answers(engine, prompts, 600)
+            early = start_completions(engine, prompts, 600)
             await has_decoded(engine, 16 * EPISODES)
             loading = asyncio.create_task(rig.load(engine, before + 1))
             while not engine.replicas[0].is_draining:
@@ -189,9 +194,9 @@ def test_drain_mixes_no_versions_in_an_answer(rig):
             late = await engine.generate("late", prompts[0], SamplingParams(max_new_tokens=8))
             assert loading.done()
             for prompt, task in zip(prompts, early, strict=True):
-                answer = await task
-                assert set(answer.versions.tolist()) == {before} and len(answer.tokens) == 600
-                rig.check(prompt, answer)
+                completion = await task
+                assert set(completion.versions.tolist()) == {before} and len(completion.tokens) == 600
+                rig.check(prompt, completion)
             assert set(late.versions.tolist()) == {before + 1}
             rig.check(prompts[0], late)
             assert engine.last_update.pause_s > engine.last_update.transfer_s
@@ -199,11 +204,11 @@ def test_drain_mixes_no_versions_in_an_answer(rig):
     rig.run(test)
 
 
-def test_wrong_directories_are_refused_and_answers_go_on(rig, tmp_path, monkeypatch):
+def test_wrong_directories_are_refused_and_completions_go_on(rig, tmp_path, monkeypatch):
     async def test():
         version, restarts = rig.engine.version, rig.engine.restarts
         prompts = rig.prompts(4, seed=4)
-        answers = start_answers(rig.engine, prompts, 900)
+        completions = start_completions(rig.engine, prompts, 900)
         await has_decoded(rig.engine, 4 * 16)
         cut = shutil.copytree(rig.directory(version), tmp_path / "cut")
         with (cut / "model.safetensors").open("r+b") as file:
@@ -227,10 +232,10 @@ def test_wrong_directories_are_refused_and_answers_go_on(rig, tmp_path, monkeypa
         with pytest.raises(EngineError, match="nowhere was refused, the old weights stay in use: http.* answered 400"):
             await rig.engine.load_weights(tmp_path / "nowhere", version + 1)
         assert (rig.engine.version, rig.engine.restarts) == (version, restarts)
-        for prompt, task in zip(prompts, answers, strict=True):
-            answer = await task
-            assert set(answer.versions.tolist()) == {version} and len(answer.tokens) == 900
-            rig.check(prompt, answer)
+        for prompt, task in zip(prompts, completions, strict=True):
+            completion = await task
+            assert set(completion.versions.tolist()) == {version} and len(completion.tokens) == 900
+            rig.check(prompt, completion)
 
     rig.run(test)
 
@@ -246,30 +251,30 @@ def test_requests_that_would_harm_the_server_are_refused(rig):
             with pytest.raises(EngineError, match=complaint):
                 await rig.engine.generate("wrong", prompt, SamplingParams())
         nearly_full = [1] * (MAX_LENGTH - 3)
-        answer = await rig.engine.generate("full", nearly_full, SamplingParams(max_new_tokens=50))
-        assert answer.finish_reason == "length" and len(answer.tokens) == 3
+        completion = await rig.engine.generate("full", nearly_full, SamplingParams(max_new_tokens=50))
+        assert completion.finish_reason == "length" and len(completion.tokens) == 3
         assert rig.engine.restarts == 0
 
     rig.run(test)
 
 
-def test_aborted_and_cancelled_answers(rig):
+def test_aborted_and_cancelled_completions(rig):
     async def test():
         prompts = rig.prompts(4, seed=6)
-        answers = start_answers(rig.engine, prompts, 900)
+        completions = start_completions(rig.engine, prompts, 900)
         await has_decoded(rig.engine, 4 * 20)
         rig.engine.abort("episode-0")
-        answers[1].cancel()
-        partial = await answers[0]
+        completions[1].cancel()
+        partial = await completions[0]
         assert partial.finish_reason == "abort" and 0 < len(partial.tokens) < 900
         with pytest.raises(asyncio.CancelledError):
-            await answers[1]
+            await completions[1]
         async with asyncio.timeout(10):
             while await running_requests(rig) > 2:
                 await asyncio.sleep(0.02)
         rig.engine.abort()
-        rig.check(prompts[0], partial)  # takes a while: an answer could end meanwhile
-        for prompt, task in list(zip(prompts, answers, strict=True))[2:]:
+        rig.check(prompts[0], partial)  # takes a while: a completion could end meanwhile
+        for prompt, task in list(zip(prompts, completions, strict=True))[2:]:
             partial = await task
             assert partial.finish_reason == "abort" and len(partial.tokens) < 900
             rig.check(prompt, partial)
@@ -293,7 +298,7 @@ def test_sixteen_episodes_outlive_the_kill_of_their_server(rig):
     """Each ends once, with every token that had arrived; the server is back with the newest version."""
     suite = CorridorSuite(CorridorSuite.Options(num_turns=8))
     chat = ChatFormat(AutoTokenizer.from_pretrained(rig.policies.directories[0]))
-    chat.stop_token_ids = ()  # no answer ends early: every episode is three answers of 300 tokens and a shorter one
+    chat.stop_token_ids = ()  # no completion ends early: every episode is three of 300 tokens and a shorter one
     limits = EpisodeLimits(temperature=1.0, max_new_tokens=300, max_length=MAX_LENGTH)
 
     def play(index: int) -> asyncio.Task[Trajectory]:
@@ -305,13 +310,13 @@ def test_sixteen_episodes_outlive_the_kill_of_their_server(rig):
         await rig.load(rig.engine, version)
         counted, restarts = rig.engine.stats().decode_tokens, rig.engine.restarts
         episodes = [play(index) for index in range(EPISODES)]
-        answers = rig.engine.answers
+        completions = rig.engine.completions
         first_prompt = len(chat.first("+a"))
-        while sum(len(a.tokens) >= 16 and len(a.prompt) > first_prompt for a in answers.values()) < EPISODES // 2:
+        while sum(len(a.tokens) >= 16 and len(a.prompt) > first_prompt for a in completions.values()) < EPISODES // 2:
             assert not any(episode.done() for episode in episodes)
             await asyncio.sleep(0.002)
-        # An episode between two of its answers is not among them.
-        partial = {name: (list(a.prompt), list(a.tokens), list(a.log_probs)) for name, a in answers.items()}
+        # An episode between two of its completions is not among them.
+        partial = {name: (list(a.prompt), list(a.tokens), list(a.log_probs)) for name, a in completions.items()}
         kill_server(rig)
         rig.newest = (rig.directory(version + 3), version + 3)  # what the learner publishes meanwhile
         trajectories = await asyncio.gather(*episodes)
@@ -328,8 +333,8 @@ def test_sixteen_episodes_outlive_the_kill_of_their_server(rig):
             assert [int(end - start) for start, end in trajectory.turns[:-1]] == [300] * 3
             for start, end in trajectory.turns:
                 arrays = (trajectory.tokens, trajectory.behaviour_log_probs, trajectory.versions)
-                answer = Generation(*(array[start:end] for array in arrays), finish_reason="stop")
-                rig.check(trajectory.tokens[:start].tolist(), answer)
+                completion = Generation(*(array[start:end] for array in arrays), finish_reason="stop")
+                rig.check(trajectory.tokens[:start].tolist(), completion)
         # One whose last tokens were on their way already may have ended without the server that came back.
         assert sum(trajectory.newest_version == version + 3 for trajectory in trajectories) >= EPISODES // 2
         # No token arrived that is in no episode, and none is in two.
@@ -354,7 +359,7 @@ def test_the_prefix_cache_never_serves_old_keys_and_values_and_the_death_of_a_pa
     """Both on one server, since a start takes long. The test before shows the death of a whole server."""
     others = descendants()
     with running_rig(tmp_path, radix_cache=True, as_remote=True) as rig:
-        rig.run(lambda: answers_are_of_their_versions(rig))
+        rig.run(lambda: completions_are_of_their_versions(rig))
         rig.run(lambda: the_longest_histories_are_answered(rig))
         tree = descendants(others)
         # What other users of the host can read.
@@ -374,7 +379,7 @@ def test_the_prefix_cache_never_serves_old_keys_and_values_and_the_death_of_a_pa
     assert descendants(others) == []
 
 
-async def answers_are_of_their_versions(rig: Rig) -> None:
+async def completions_are_of_their_versions(rig: Rig) -> None:
     """Sessions whose weights change between their turns and in the middle of them."""
     with pytest.raises(EngineError, match="--disable-radix-cache"):
         async with rig.second_engine("keep_kv"):
@@ -383,25 +388,25 @@ async def answers_are_of_their_versions(rig: Rig) -> None:
     prompt_tokens = 0
     for turn, length in enumerate((50, 450, 350)):
         prompt_tokens += sum(map(len, histories.values()))
-        answers = {
+        completions = {
             index: asyncio.create_task(rig.engine.generate(f"{index}", tokens, SamplingParams(max_new_tokens=length)))
             for index, tokens in histories.items()
         }
         if turn:
             await has_decoded(rig.engine, 20 * EPISODES)
             await rig.load(rig.engine, turn)
-        for index, task in answers.items():
-            answer = await task
-            rig.check(histories[index], answer)
-            assert set(answer.versions.tolist()) == ({turn - 1, turn} if turn else {0})
-            histories[index] = [*histories[index], *answer.tokens.tolist(), 5, 6, 7]
+        for index, task in completions.items():
+            completion = await task
+            rig.check(histories[index], completion)
+            assert set(completion.versions.tolist()) == ({turn - 1, turn} if turn else {0})
+            histories[index] = [*histories[index], *completion.tokens.tolist(), 5, 6, 7]
     assert rig.engine.stats().prefill_tokens < prompt_tokens  # the cache was of use
 
 
 async def the_longest_histories_are_answered(rig: Rig) -> None:
     """Those that the server's settings promise, by the server alone, and only to who has its key."""
 
-    async def answer(key: str, prompt: list[int], max_new_tokens: int) -> list[int]:
+    async def complete(key: str, prompt: list[int], max_new_tokens: int) -> list[int]:
         body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": max_new_tokens, "ignore_eos": True}}
         headers = {"Authorization": f"Bearer {key}"}
         async with (
@@ -411,7 +416,7 @@ async def the_longest_histories_are_answered(rig: Rig) -> None:
             tokens: list[int] = (await response.json())["output_ids"]
         return tokens
 
-    assert len(await answer(rig.server.key, [5] * (MAX_LENGTH - 1), 1)) == 1
-    assert len(await answer(rig.server.key, [5] * 900, MAX_LENGTH - 900)) == MAX_LENGTH - 900
+    assert len(await complete(rig.server.key, [5] * (MAX_LENGTH - 1), 1)) == 1
+    assert len(await complete(rig.server.key, [5] * 900, MAX_LENGTH - 900)) == MAX_LENGTH - 900
     with pytest.raises(aiohttp.ClientResponseError, match="401"):
-        await answer("another", [5] * 10, 1)
+        await complete("another", [5] * 10, 1)

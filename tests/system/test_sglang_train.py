@@ -96,14 +96,14 @@ def test_two_actors_with_servers_learn_although_one_server_is_killed(tmp_path: P
         rows = run.rows()
         config = load(["experiment=toy"])
         assert (
-            "is lost, its answers go on"
+            "is lost, its completions go on"
             in (tmp_path / "logs" / "actor-0.log").read_text() + (tmp_path / "logs" / "actor-1.log").read_text()
         )
         assert column(rows, "actor/engine_restarts")[-1] >= 1.0
         scores = column(rows, "rollout/score")
         assert np.mean(scores[:5]) < 0.2
 
-        # Weights changed while answers were under way, and no answer was older than allowed.
+        # Weights changed while completions were under way, and no completion was older than allowed.
         assert max(column(rows, "staleness/span")) > 0
         assert max(column(rows, "staleness/oldest")) <= config.algorithm.max_staleness
         pauses, transfers = column(rows, "weights/pause_s"), column(rows, "weights/transfer_s")

@@ -27,12 +27,12 @@ from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from tests.system.runs import Run, column
 from tests.system.sglang import needs_sglang, sglang_python, tiny_checkpoint
-from tests.system.sglang_rig import EPISODES, MAX_LENGTH, TOLERANCE, Policies, Rig, has_decoded, start_answers
+from tests.system.sglang_rig import EPISODES, MAX_LENGTH, TOLERANCE, Policies, Rig, has_decoded, start_completions
 
 pytestmark = [pytest.mark.system, pytest.mark.xdist_group("sglang_transfer"), pytest.mark.timeout(600), needs_sglang]
 
 LONG = 500
-"""Tokens of an answer that does not end before it should: none comes while weights are sent."""
+"""Tokens of a completion that does not end before it should: none comes while weights are sent."""
 SMALL = 1 << 16
 """Bytes of a bucket: the tiny model takes several."""
 
@@ -56,17 +56,17 @@ class FedRig(Rig):
         assert await self.engine.adopt(version)
         return version
 
-    async def check_fresh_answers(self) -> None:
+    async def check_fresh_completions(self) -> None:
         """Log-probabilities of the newest version, against the learner's own forward."""
-        answers = []
+        completions = []
         for index, prompt in enumerate(self.prompts(4, seed=self.engine.version)):
-            answer = await self.engine.generate(f"fresh-{index}", prompt, SamplingParams(max_new_tokens=30))
-            assert set(answer.versions.tolist()) == {self.engine.version}
+            completion = await self.engine.generate(f"fresh-{index}", prompt, SamplingParams(max_new_tokens=30))
+            assert set(completion.versions.tolist()) == {self.engine.version}
             self.engine.release(f"fresh-{index}")
-            answers.append((prompt, answer))
-        expected = self.policies.learners_log_probs(self.model_of(self.engine.version), answers, 1.0)
-        for (_, answer), log_probs in zip(answers, expected, strict=True):
-            np.testing.assert_allclose(answer.log_probs, log_probs, rtol=0, atol=TOLERANCE)
+            completions.append((prompt, completion))
+        expected = self.policies.learners_log_probs(self.model_of(self.engine.version), completions, 1.0)
+        for (_, completion), log_probs in zip(completions, expected, strict=True):
+            np.testing.assert_allclose(completion.log_probs, log_probs, rtol=0, atol=TOLERANCE)
 
 
 @pytest.fixture(scope="module")
@@ -106,13 +106,13 @@ def mute() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("in_flight", ["recompute_kv", "keep_kv"])
-def test_two_versions_are_sent_while_answers_run(rig: FedRig, in_flight: str) -> None:
+def test_two_versions_are_sent_while_completions_run(rig: FedRig, in_flight: str) -> None:
     async def test() -> None:
         prompts = rig.prompts(EPISODES)
         rig.engine.weights.in_flight = in_flight
         with WeightSender(in_flight, key=rig.server.key, bucket_bytes=SMALL) as sender:
             first = await rig.meet(sender)
-            answers = start_answers(rig.engine, prompts, LONG)
+            completions = start_completions(rig.engine, prompts, LONG)
             for version in (first + 1, first + 2):
                 await has_decoded(rig.engine, 20 * EPISODES)
                 sent = await rig.send(sender, version)
@@ -121,11 +121,11 @@ def test_two_versions_are_sent_while_answers_run(rig: FedRig, in_flight: str) ->
                 assert rig.engine.version == version - 1
                 assert await rig.engine.adopt(version)
                 assert rig.engine.version == version
-            for prompt, answer in zip(prompts, await asyncio.gather(*answers), strict=True):
-                assert set(answer.versions.tolist()) == {first, first + 1, first + 2}
+            for prompt, completion in zip(prompts, await asyncio.gather(*completions), strict=True):
+                assert set(completion.versions.tolist()) == {first, first + 1, first + 2}
                 if in_flight == "recompute_kv":
-                    rig.check(prompt, answer)
-            await rig.check_fresh_answers()
+                    rig.check(prompt, completion)
+            await rig.check_fresh_completions()
 
     try:
         rig.run(test)
@@ -152,7 +152,7 @@ def test_a_version_that_is_published_before_it_is_due_is_sent_too(rig: FedRig, t
             receiver.announce_late.assert_called_once_with(version)
             assert await rig.engine.adopt(version)
             rig.newest = (rig.directory(version), version)
-            await rig.check_fresh_answers()
+            await rig.check_fresh_completions()
 
     rig.run(test)
 
@@ -168,7 +168,7 @@ def test_a_server_that_hangs_costs_one_timeout_and_the_other_goes_on(rig: FedRig
                 assert (sent.num_received, sent.num_dropped) == (1, dropped)
                 rig.newest = (rig.directory(version), version)
                 assert await rig.engine.adopt(version)
-                await rig.check_fresh_answers()
+                await rig.check_fresh_completions()
 
     rig.run(test)
     assert caplog.text.count(mute) == 1
@@ -189,7 +189,7 @@ def test_no_token_comes_from_a_part_of_a_version(rig: FedRig, monkeypatch: pytes
         with WeightSender("recompute_kv", key=rig.server.key, timeout_s=20, bucket_bytes=SMALL) as sender:
             first = await rig.meet(sender)
             before = rig.engine.fed
-            answers = start_answers(rig.engine, prompts, LONG)
+            completions = start_completions(rig.engine, prompts, LONG)
             await has_decoded(rig.engine, 20 * EPISODES)
             monkeypatch.setattr(process_group, "begin_broadcast", breaking)
             sent = await rig.send(sender, first + 1)
@@ -199,13 +199,13 @@ def test_no_token_comes_from_a_part_of_a_version(rig: FedRig, monkeypatch: pytes
             # Until it comes back under another number it is let alone.
             assert await asyncio.to_thread(sender.send, before, rig.tensors(first + 1), first + 1) == Sent()
             await rig.engine.load_weights(*rig.newest)
-            for prompt, answer in zip(prompts, await asyncio.gather(*answers), strict=True):
-                assert set(answer.versions.tolist()) == {first, first + 1}
-                rig.check(prompt, answer)
+            for prompt, completion in zip(prompts, await asyncio.gather(*completions), strict=True):
+                assert set(completion.versions.tolist()) == {first, first + 1}
+                rig.check(prompt, completion)
             assert rig.engine.fed.keys() != before.keys()
             assert (await rig.send(sender, first + 2)).num_received == 1
             assert await rig.engine.adopt(first + 2)
-            await rig.check_fresh_answers()
+            await rig.check_fresh_completions()
 
     rig.run(test)
 
@@ -217,7 +217,7 @@ def test_what_a_killed_learner_left_behind_is_put_right(rig: FedRig, monkeypatch
     async def test() -> None:
         version = rig.engine.version + 1
         client = rig.engine.replicas[0].client
-        [answer] = start_answers(rig.engine, rig.prompts(1), LONG)
+        [completion] = start_completions(rig.engine, rig.prompts(1), LONG)
         await has_decoded(rig.engine, 20)
         await client.pause("retract")
         await client.begin_update()
@@ -230,16 +230,16 @@ def test_what_a_killed_learner_left_behind_is_put_right(rig: FedRig, monkeypatch
 
             Lease.version = version
             await rig.engine.reclaim(Lease)
-            assert set((await answer).versions.tolist()) == {version - 1, version}
+            assert set((await completion).versions.tolist()) == {version - 1, version}
             assert (await rig.send(sender, version + 1)).num_received == 1
         assert await rig.engine.adopt(version + 1)
-        await rig.check_fresh_answers()
+        await rig.check_fresh_completions()
 
     rig.run(test)
 
 
 def test_a_server_killed_in_the_middle_of_a_transfer(rig: FedRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The learner is held up for no longer than its timeout; answers go on when the server is back, and so do sends."""
+    """The learner is held up for no longer than its timeout; completions go on when the server is back; so do sends."""
     broadcast, calls = process_group.begin_broadcast, []
 
     def killing(*arguments: object) -> object:
@@ -256,19 +256,19 @@ def test_a_server_killed_in_the_middle_of_a_transfer(rig: FedRig, monkeypatch: p
         prompts = rig.prompts(EPISODES)
         with WeightSender("recompute_kv", key=rig.server.key, timeout_s=15, bucket_bytes=SMALL) as sender:
             first = await rig.meet(sender)
-            answers = start_answers(rig.engine, prompts, LONG)
+            completions = start_completions(rig.engine, prompts, LONG)
             await has_decoded(rig.engine, 20 * EPISODES)
             monkeypatch.setattr(process_group, "begin_broadcast", killing)
             sent = await rig.send(sender, first + 1)
             assert (sent.num_received, sent.num_dropped) == (0, 1)
             monkeypatch.undo()
-            for prompt, answer in zip(prompts, await asyncio.gather(*answers), strict=True):
-                assert set(answer.versions.tolist()) == {first, first + 1}
-                rig.check(prompt, answer)
+            for prompt, completion in zip(prompts, await asyncio.gather(*completions), strict=True):
+                assert set(completion.versions.tolist()) == {first, first + 1}
+                rig.check(prompt, completion)
             assert rig.engine.version == first + 1  # at its handshake
             assert (await rig.send(sender, first + 2)).num_received == 1
             assert await rig.engine.adopt(first + 2)
-            await rig.check_fresh_answers()
+            await rig.check_fresh_completions()
 
     rig.run(test)
 

@@ -37,8 +37,8 @@ from impala_llm.engines.embedded.scheduler import Plan, plan_step, prompt_tokens
 from impala_llm.engines.embedded.sessions import SessionTable
 
 _PATH = "the embedded engine"
-_CHECKED_ANSWER = 8
-"""Tokens of an answer in the model check at the start."""
+_CHECKED_COMPLETION = 8
+"""Tokens of a completion in the model check at the start."""
 _TURNS_OF_LOOP = 8
 """Turns of the event loop between two steps."""
 MOST_FAILED_STEPS = 3
@@ -52,7 +52,7 @@ class _Request:
     session_id: str
     prompt: np.ndarray
     params: SamplingParams
-    answer: asyncio.Future[Generation]
+    completion: asyncio.Future[Generation]
 
 
 def _make_cache(model: PreTrainedModel, device: torch.device, max_sessions: int, max_length: int) -> KVCache:
@@ -92,7 +92,8 @@ class TorchEngine:
         Args:
             model: belongs to the engine from now on: its attention and the storage of its parameters are changed.
             max_sessions: cache slots. A session holds one from its first request until `release`; more sessions wait.
-            max_length: tokens of a session at most, answers included. The cache takes max_sessions * max_length slots.
+            max_length: tokens of a session at most, completions included. The cache takes max_sessions * max_length
+                slots.
             seed: mixed into the random stream of every session.
             prefill_budget: prompt tokens in one step at most; bounds a step's memory and how long decoding waits. On a
                 CPU large models have fewer, see `scheduler.prompt_tokens_of_step`.
@@ -169,12 +170,12 @@ class TorchEngine:
     async def generate(self, session_id: str, prompt: Sequence[int], params: SamplingParams) -> Generation:
         """Continue a history; only tokens outside of the session's cache are computed. Waits while no slot is free.
 
-        Where less than `max_new_tokens` fit into `max_length` the answer ends early, with reason "length". A history
-        that is an earlier state of the session takes the session back to it.
+        Where less than `max_new_tokens` fit into `max_length` the completion ends early, with reason "length". A
+        history that is an earlier state of the session takes the session back to it.
 
         Raises:
-            EngineError: a token id outside of the vocabulary, a history without room for an answer or at odds with the
-                session's cache, a second request of a session that has one, or a failed step.
+            EngineError: a token id outside of the vocabulary, a history without room for a completion or at odds with
+                the session's cache, a second request of a session that has one, or a failed step.
         """
         if self._closed:
             raise EngineError("the engine is closed")
@@ -194,21 +195,21 @@ class TorchEngine:
         else:
             self._start(slot, request)
         try:
-            return await request.answer
+            return await request.completion
         finally:
             # Only a cancelled caller leaves a request behind.
             if self._requests.get(session_id) is request:
                 self.abort(session_id)
 
     def release(self, session_id: str) -> None:
-        """Free a session's slot for the next that waits; a running answer is aborted. Unknown ids are ignored."""
+        """Free a session's slot for the next that waits; a running completion is aborted. Unknown ids are ignored."""
         self.abort(session_id)
         if self._table.slot(session_id) is not None:
             self._table.close(session_id)
             self._admit()
 
     def abort(self, session_id: str | None = None) -> None:
-        """End one session's answer, or all: callers get the tokens so far, with reason "abort". The cache is kept."""
+        """End one session's completion, or all: callers get the tokens so far, with reason "abort". The cache stays."""
         for name in list(self._requests) if session_id is None else [session_id]:
             request = self._requests.get(name)
             if request is None:
@@ -217,12 +218,12 @@ class TorchEngine:
             if slot is None:
                 self._waiting.remove(request)
                 empty = np.zeros(0, dtype=np.int32)
-                answer = Generation(empty, np.zeros(0, dtype=np.float32), empty.copy(), "abort")
+                completion = Generation(empty, np.zeros(0, dtype=np.float32), empty.copy(), "abort")
             else:
                 if self._table.length[slot] == self._table.prompt_length[slot]:
                     self._forget(slot)  # no draw has shown that what was computed of the history is finite
-                answer = self._table.finish(slot, "abort")
-            self._resolve(name, answer)
+                completion = self._table.finish(slot, "abort")
+            self._resolve(name, completion)
 
     async def start(self) -> None:
         """Compare sessions of two turns with a plain forward of the model, see `model_check`; before any request.
@@ -232,27 +233,27 @@ class TorchEngine:
         """
         for long, short, point in row_pairs(self._model.config.get_text_config(), self.max_length):
             with refusing(f"{describe(self._model)} cannot be computed by {_PATH}"):
-                answers = await asyncio.gather(self._play("long", long), self._play("short", short))
-                plain = plain_log_probs(self._model, [row for row, _ in answers])
-            check_agreement(self._model, _PATH, [log_probs for _, log_probs in answers], plain, point)
+                completions = await asyncio.gather(self._play("long", long), self._play("short", short))
+                plain = plain_log_probs(self._model, [row for row, _ in completions])
+            check_agreement(self._model, _PATH, [log_probs for _, log_probs in completions], plain, point)
         self._stats = EngineStats()
 
     async def _play(self, name: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Play a session of two turns with `length` tokens.
 
         Returns:
-            Its history, and the log-probabilities of the last answer.
+            Its history, and the log-probabilities of the last completion.
         """
-        answer = max(1, min(_CHECKED_ANSWER, length // 4))
-        observation = min(answer, length - 2 * answer - 1)
+        completion = max(1, min(_CHECKED_COMPLETION, length // 4))
+        observation = min(completion, length - 2 * completion - 1)
         tokens = random_rows(self.vocab_size, [length], torch.device("cpu"))[0].tolist()
-        params = SamplingParams(max_new_tokens=answer)
+        params = SamplingParams(max_new_tokens=completion)
         if observation > 0:
-            prompt = tokens[: length - 2 * answer - observation]
+            prompt = tokens[: length - 2 * completion - observation]
             first = await self.generate(name, prompt, params)
             history = [*prompt, *first.tokens.tolist(), *tokens[len(prompt) : len(prompt) + observation]]
         else:
-            history = tokens[: length - answer]
+            history = tokens[: length - completion]
         last = await self.generate(name, history, params)
         self.release(name)
         row = torch.tensor([*history, *last.tokens.tolist()], device=self._device)
@@ -264,7 +265,7 @@ class TorchEngine:
         return self._failure
 
     async def load_weights(self, directory: Path, version: int) -> None:
-        """Copy the weights of a Hugging Face directory (model.safetensors) in place; running answers go on with them.
+        """Copy the weights of a Hugging Face directory (model.safetensors) in place; completions continue with them.
 
         Raises:
             EngineError: a version below the present one, an unreadable file; ModelRefused: names or shapes of another
@@ -297,8 +298,8 @@ class TorchEngine:
         return replace(self._stats, running=int(self._table.running.sum()), waiting=len(self._waiting))
 
     async def close(self) -> None:
-        """Abort all answers, refuse further requests, and free the memory of model and cache: callers may still hold
-        this engine while its successor is made."""
+        """Abort all completions, refuse further requests, and free the memory of model and cache: callers may still
+        hold this engine while its successor is made."""
         self._closed = True
         self.abort()
         try:
@@ -323,7 +324,7 @@ class TorchEngine:
         self._decoder.refresh()
         self.version = version
         seconds = time.perf_counter() - begin
-        # No step runs during a load: no answer continues before it is complete.
+        # No step runs during a load: no completion continues before it is complete.
         self._stats.pause_seconds, self._stats.transfer_seconds = seconds, transferred - begin
 
     def _admit(self) -> None:
@@ -336,14 +337,14 @@ class TorchEngine:
         if self._runner is None or self._runner.done():
             self._runner = asyncio.get_running_loop().create_task(self._run())
 
-    def _resolve(self, session_id: str, answer: Generation | EngineError) -> None:
-        future = self._requests.pop(session_id).answer
+    def _resolve(self, session_id: str, completion: Generation | EngineError) -> None:
+        future = self._requests.pop(session_id).completion
         if future.done():
             return
-        if isinstance(answer, EngineError):
-            future.set_exception(answer)
+        if isinstance(completion, EngineError):
+            future.set_exception(completion)
         else:
-            future.set_result(answer)
+            future.set_result(completion)
 
     async def _run(self) -> None:
         while self._table.running.any():
@@ -354,7 +355,7 @@ class TorchEngine:
             except Exception as error:  # a forward may raise any error: the requests fail, the engine continues
                 self._step_failed(error)
             self._stats.busy_seconds += time.perf_counter() - begin
-            # Callers with an answer run now and may send the next request before the next batch is packed; one that
+            # Callers with a completion run now and may send the next request before the next batch is packed; one that
             # comes over HTTP takes several turns of the loop. A turn costs 2 µs where there is nothing to do.
             for _ in range(_TURNS_OF_LOOP):
                 await asyncio.sleep(0)
@@ -385,11 +386,11 @@ class TorchEngine:
         self._stats.decode_tokens += len(slots)
         for row in np.flatnonzero(stopped | at_limit):
             slot = int(slots[row])
-            answer = table.finish(slot, "stop" if stopped[row] else "length")
-            self._resolve(table.session(slot), answer)
+            completion = table.finish(slot, "stop" if stopped[row] else "length")
+            self._resolve(table.session(slot), completion)
 
     def _step_failed(self, error: Exception) -> None:
-        """Fail all running answers; those that wait as well where the engine counts as broken now."""
+        """Fail all running completions; those that wait as well where the engine counts as broken now."""
         self._failed_steps += 1
         if self._failed_steps == 1:
             _log.error("a decoding step failed", exc_info=error)

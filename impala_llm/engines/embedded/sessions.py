@@ -16,7 +16,7 @@ class SessionTable:
     Attributes:
         tokens, log_probs, versions: the history, and for sampled tokens their log-probability and version.
         length, cached: number of known tokens, and of those in the cache.
-        running: an answer is being computed.
+        running: a completion is being computed.
         prompt_length, limit: length at which it begins, and at which it ends.
         inverse_temperature, greedy, stops, key, drawn: state of the sampling; `drawn` counts the session's draws.
         order: number of the request, in order of arrival.
@@ -102,9 +102,9 @@ class SessionTable:
             )
 
     def start(self, slot: int, prompt: np.ndarray, params: SamplingParams, key: np.uint64) -> None:
-        """Begin an answer to a history int32[T] that agrees with the cache, T < max_length."""
+        """Begin a completion to a history int32[T] that agrees with the cache, T < max_length."""
         self.tokens[slot, : len(prompt)] = prompt
-        # The last token goes through the model in any case: the answer's first logits are its output.
+        # The last token goes through the model in any case: the completion's first logits are its output.
         self.cached[slot] = min(self.cached[slot], len(prompt) - 1)
         self.length[slot] = self.prompt_length[slot] = len(prompt)
         self.limit[slot] = min(len(prompt) + params.max_new_tokens, self._cache.max_length)
@@ -131,13 +131,13 @@ class SessionTable:
         return (tokens[:, None] == self.stops[slots]).any(axis=1), indices + 1 >= self.limit[slots]
 
     def finish(self, slot: int, reason: FinishReason) -> Generation:
-        """End the answer of a running session; its history stays."""
-        answer = slice(int(self.prompt_length[slot]), int(self.length[slot]))
+        """End the completion of a running session; its history stays."""
+        completion = slice(int(self.prompt_length[slot]), int(self.length[slot]))
         self.running[slot] = False
         return Generation(
-            tokens=self.tokens[slot, answer].copy(),
-            log_probs=self.log_probs[slot, answer].copy(),
-            versions=self.versions[slot, answer].copy(),
+            tokens=self.tokens[slot, completion].copy(),
+            log_probs=self.log_probs[slot, completion].copy(),
+            versions=self.versions[slot, completion].copy(),
             finish_reason=reason,
         )
 

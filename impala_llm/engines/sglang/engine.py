@@ -1,8 +1,8 @@
 """SGLang engine: episodes on one or several SGLang servers, over HTTP.
 
 Invariant: a server gets traffic only between a handshake, which gives it the newest weights, and the first sign that it
-is gone; and an answer ends exactly once, with every token that any server has streamed for it. An answer whose server
-dies is continued from those tokens on another server, or on the same one after its restart.
+is gone; and a completion ends exactly once, with every token that any server has streamed for it. A completion whose
+server dies is continued from those tokens on another server, or on the same one after its restart.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from impala_llm.engines.sglang.weight_update import IN_FLIGHT, InFlight, UpdateT
 MAX_STARTS = 5
 """Attempts to restart a server before it is given up; the first start has one attempt."""
 STREAM_INTERVAL = 16
-"""Tokens in one piece of a stream: at most so many of each answer are lost with a server."""
+"""Tokens in one piece of a stream: at most so many of each completion are lost with a server."""
 _MAX_LOSSES = 4
-"""Number of times in a row that an answer may lose its server without a new token."""
+"""Number of times in a row that a completion may lose its server without a new token."""
 ABORT_GRACE_S = 2.0
-"""Seconds that a server has for ending an aborted answer itself."""
+"""Seconds that a server has for ending an aborted completion itself."""
 
 
 class SGLangEngine:
@@ -54,12 +54,12 @@ class SGLangEngine:
             servers: the engine owns them from now on: it starts, restarts and closes them. Or a function that finds
                 them at `start`.
             vocab_size: of the model; an id beyond it would kill a server.
-            max_length: tokens of a session at most, answers included.
+            max_length: tokens of a session at most, completions included.
             version: policy version of the weights that the servers start with.
-            in_flight: policy for answers under way when weights change; see docs/engines.md.
+            in_flight: policy for completions under way when weights change; see docs/engines.md.
             weights: source of the newest weights for a started or restarted server. Without it, they come from the
                 directory of the last `load_weights`, which must then not change until the next.
-            request_timeout_s: deadline of one answer, waiting and restarts of servers included.
+            request_timeout_s: deadline of one completion, waiting and restarts of servers included.
             is_fed: the learner sends new weights to the servers: see `adopt`. Not with in_flight="drain".
 
         Raises:
@@ -75,15 +75,15 @@ class SGLangEngine:
             if value <= 0:
                 raise EngineError(f"{name} is {value}: it must be > 0")
         if is_fed and in_flight == "drain":
-            raise EngineError("in_flight is 'drain': a learner that sends weights does not wait for answers")
+            raise EngineError("in_flight is 'drain': a learner that sends weights does not wait for completions")
         self.version = version
         self.vocab_size = vocab_size
         self.max_length = max_length
         self.weights = ReplicaWeights(in_flight, is_fed, weights, lambda: self._changed.wait())
         self._request_timeout_s = request_timeout_s
         self._replica_of: dict[str, Replica] = {}
-        self.answers: dict[str, Continuation] = {}
-        """Answers under way, by session."""
+        self.completions: dict[str, Continuation] = {}
+        """Completions under way, by session."""
         self._changed = asyncio.Event()
         self._servers = servers
         self._is_fed = is_fed
@@ -120,7 +120,7 @@ class SGLangEngine:
 
     @property
     def failure(self) -> EngineError | None:
-        """Reason why no answer is possible any more: every server was given up. None before."""
+        """Reason why no completion is possible any more: every server was given up. None before."""
         failures = [replica.failure for replica in self.replicas]
         return failures[0] if failures and all(failures) else None
 
@@ -137,62 +137,62 @@ class SGLangEngine:
     async def generate(self, session_id: str, prompt: Sequence[int], params: SamplingParams) -> Generation:
         """Continue a history, on the server that has its prefix. Waits while no server has the weights.
 
-        Where less than `max_new_tokens` fit into `max_length` the answer ends early, with reason "length". The seed of
-        `params` is not used: servers have their own.
+        Where less than `max_new_tokens` fit into `max_length` the completion ends early, with reason "length". The seed
+        of `params` is not used: servers have their own.
 
         Raises:
             EngineError: a request that cannot be answered (an id outside of the vocabulary, no room), a second one of a
-                session that has one, no answer before the deadline, an answer that cannot be true, or no server left.
+                session that has one, no completion before the deadline, one that cannot be true, or no server left.
         """
         self._check_open()
-        if session_id in self.answers:
+        if session_id in self.completions:
             raise EngineError(f"session {session_id!r} has a running request: await it or abort it first")
         tokens = check_request(prompt, params, self.vocab_size, self.max_length)
         limit = min(params.max_new_tokens, self.max_length - len(tokens))
-        answer = self.answers[session_id] = Continuation(session_id, tokens, params, limit, self.vocab_size)
+        completion = self.completions[session_id] = Continuation(session_id, tokens, params, limit, self.vocab_size)
         try:
-            async with asyncio.timeout(self._request_timeout_s) as answer.timer:
-                await self._complete(answer)
+            async with asyncio.timeout(self._request_timeout_s) as completion.timer:
+                await self._complete(completion)
         except TimeoutError:
-            if not answer.settle():
+            if not completion.settle():
                 raise EngineError(
-                    f"session {session_id!r}: no whole answer within {self._request_timeout_s:g} s"
-                    f" ({len(answer.tokens)} of {limit} tokens): raise request_timeout_s, or see why servers hang"
+                    f"session {session_id!r}: no whole completion within {self._request_timeout_s:g} s"
+                    f" ({len(completion.tokens)} of {limit} tokens): raise request_timeout_s, or see why servers hang"
                 ) from None
         finally:
-            del self.answers[session_id]
+            del self.completions[session_id]
             self._notify()
-        return answer.result()
+        return completion.result()
 
     def release(self, session_id: str) -> None:
-        """Forget the server of a session; a running answer is aborted. Unknown ids are ignored."""
+        """Forget the server of a session; a running completion is aborted. Unknown ids are ignored."""
         self.abort(session_id)
         self._leave_replica(session_id)
 
     def abort(self, session_id: str | None = None) -> None:
-        """End one session's answer, or all: callers get the tokens so far, with reason "abort"."""
-        for name in list(self.answers) if session_id is None else [session_id]:
-            answer = self.answers.get(name)
-            if answer is None or answer.aborted:
+        """End one session's completion, or all: callers get the tokens so far, with reason "abort"."""
+        for name in list(self.completions) if session_id is None else [session_id]:
+            completion = self.completions.get(name)
+            if completion is None or completion.aborted:
                 continue
-            answer.aborted = True
+            completion.aborted = True
             grace = 0.0
-            if answer.rid:
+            if completion.rid:
                 client = self._replica_of[name].client
                 assert client is not None
-                self._run_in_background(client.abort(answer.rid))
+                self._run_in_background(client.abort(completion.rid))
                 grace = ABORT_GRACE_S
-            if answer.timer is not None and not answer.timer.expired():
-                answer.timer.reschedule(asyncio.get_running_loop().time() + grace)
+            if completion.timer is not None and not completion.timer.expired():
+                completion.timer.reschedule(asyncio.get_running_loop().time() + grace)
 
     async def load_weights(self, directory: Path, version: int) -> None:
-        """Load the weights of a Hugging Face directory into all servers; see `in_flight` for answers under way.
+        """Load the weights of a Hugging Face directory into all servers; see `in_flight` for completions under way.
 
         A server that is down gets them when it is back. Where all are down, this waits for the first.
 
         Raises:
             EngineError: a version below the present one; a directory that cannot be read, or that a server refuses. The
-                old weights stay in use there, and answers continue.
+                old weights stay in use there, and completions continue.
             ModelRefused: the directory is of another model than the servers have.
         """
         self._check_open()
@@ -264,7 +264,7 @@ class SGLangEngine:
         await self.load_weights(source.path, source.version)
 
     def stats(self) -> EngineStats:
-        """Return counters and current load. Busy is the time in which a server worked on at least one answer."""
+        """Return counters and current load. Busy is the time in which a server worked on at least one completion."""
         running = sum(replica.running for replica in self.replicas)
         busy = self._stats.busy_seconds + (time.perf_counter() - self._busy_since if running else 0.0)
         times = self.last_update or UpdateTimes(0.0, 0.0)
@@ -272,7 +272,7 @@ class SGLangEngine:
             self._stats,
             busy_seconds=busy,
             running=running,
-            waiting=len(self.answers) - running,
+            waiting=len(self.completions) - running,
             pause_seconds=times.pause_s,
             transfer_seconds=times.transfer_s,
             is_up=any(replica.version is not None for replica in self.replicas),
@@ -280,11 +280,11 @@ class SGLangEngine:
         )
 
     async def close(self) -> None:
-        """Abort all answers, end the servers that are ours, and refuse further requests."""
+        """Abort all completions, end the servers that are ours, and refuse further requests."""
         self._closed = True
         self.abort()
         self._notify()
-        while self.answers:
+        while self.completions:
             await self._changed.wait()
         for task in self._supervision:
             task.cancel()
@@ -297,21 +297,21 @@ class SGLangEngine:
         if self._http is not None:
             await self._http.close()
 
-    # Answers
+    # Completions
 
-    async def _complete(self, answer: Continuation) -> None:
+    async def _complete(self, completion: Continuation) -> None:
         losses = 0
-        while not answer.settle():
-            replica = await self._acquire(answer.session_id)
-            before = len(answer.tokens)
+        while not completion.settle():
+            replica = await self._acquire(completion.session_id)
+            before = len(completion.tokens)
             try:
-                await self._stream(replica, answer)
+                await self._stream(replica, completion)
             except ServerLost as error:
                 replica.suspect(error)
-                losses = losses + 1 if len(answer.tokens) == before else 1
+                losses = losses + 1 if len(completion.tokens) == before else 1
                 if losses >= _MAX_LOSSES:
                     raise EngineError(
-                        f"session {answer.session_id!r} lost its server {losses} times in a row: {error}"
+                        f"session {completion.session_id!r} lost its server {losses} times in a row: {error}"
                     ) from error
 
     async def _acquire(self, session_id: str) -> Replica:
@@ -333,26 +333,26 @@ class SGLangEngine:
                 raise self.failure
             await changed.wait()
 
-    async def _stream(self, replica: Replica, answer: Continuation) -> None:
+    async def _stream(self, replica: Replica, completion: Continuation) -> None:
         assert replica.client is not None and replica.version is not None
-        request = answer.request(uuid.uuid4().hex, replica.version, STREAM_INTERVAL)
+        request = completion.request(uuid.uuid4().hex, replica.version, STREAM_INTERVAL)
         if not any(other.running for other in self.replicas):
             self._busy_since = time.perf_counter()
         replica.running += 1
-        before = len(answer.tokens)
+        before = len(completion.tokens)
         try:
             async with contextlib.aclosing(replica.client.generate(request)) as pieces:
                 async for piece in pieces:
-                    answer.receive(piece)
+                    completion.receive(piece)
         finally:
-            if not answer.request_ended and not replica.suspected.is_set():
-                self._run_in_background(replica.client.abort(answer.rid))
-            answer.rid = ""
+            if not completion.request_ended and not replica.suspected.is_set():
+                self._run_in_background(replica.client.abort(completion.rid))
+            completion.rid = ""
             replica.running -= 1
             if not any(other.running for other in self.replicas):
                 self._stats.busy_seconds += time.perf_counter() - self._busy_since
-            self._stats.decode_tokens += len(answer.tokens) - before
-            self._stats.prefill_tokens += answer.prompt_tokens - answer.cached_tokens
+            self._stats.decode_tokens += len(completion.tokens) - before
+            self._stats.prefill_tokens += completion.prompt_tokens - completion.cached_tokens
             self._notify()
 
     # Servers
@@ -400,7 +400,7 @@ class SGLangEngine:
             replica.sessions -= 1
 
     def _notify(self) -> None:
-        """Wake all tasks that wait for a change in servers or answers."""
+        """Wake all tasks that wait for a change in servers or completions."""
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -27,7 +27,7 @@ PROBE_S = 60.0
 OLDEST = (0, 5, 21)
 """Oldest version of SGLang: token spans came with 0.5.19, begin_weight_update with 0.5.21."""
 SPARE_POSITIONS = 7
-"""Positions of the context length that SGLang keeps free: 7 after a prompt, 2 after prompt and answer."""
+"""Positions of the context length that SGLang keeps free: 7 after a prompt, 2 after prompt and completion."""
 INSTALL = "engine.python names the interpreter; tools/install_sglang_cpu.sh makes one that has SGLang for a CPU"
 
 
@@ -54,7 +54,7 @@ class ServerSettings:
     tensor_parallel: int = 1
     """GPUs that share the model."""
     max_length: int = 2048
-    """Longest token history including the answer."""
+    """Longest token history including the completion."""
     max_running: int = 64
     """Requests that are decoded together; further ones wait."""
     memory_fraction: float | None = None
@@ -64,7 +64,7 @@ class ServerSettings:
     radix_cache: bool = False
     """Keep keys and values of ended requests for later ones with the same prefix. A change of weights must flush it."""
     stream_interval: int = 16
-    """Tokens between two messages of a streamed answer."""
+    """Tokens between two messages of a streamed completion."""
     extra_arguments: tuple[str, ...] = ()
     """Further arguments of SGLang's command line; they come last and override others."""
     environment: Mapping[str, str] = field(default_factory=dict)

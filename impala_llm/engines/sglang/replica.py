@@ -122,7 +122,7 @@ class Replica:
             self.version = None
             self.restarts += 1
             self._notify()
-            _log.warning("%s is lost, its answers go on elsewhere: %s", self.server.url, reason)
+            _log.warning("%s is lost, its completions go on elsewhere: %s", self.server.url, reason)
             await self.server.close()
 
     async def _wait_lost(self) -> object:
@@ -164,7 +164,7 @@ class Replica:
 def check_fit(url: str, info: ServerInfo, max_length: int, in_flight: InFlight) -> None:
     """Check the settings of a server. Raises ServerUnfit, which names the flag, where the engine cannot use it."""
     if not info.incremental_streaming:
-        raise ServerUnfit(f"{url} streams whole answers: start it with --incremental-streaming-output")
+        raise ServerUnfit(f"{url} streams whole completions: start it with --incremental-streaming-output")
     if info.radix_cache and in_flight == "keep_kv":
         raise ServerUnfit(
             f"{url} has a prefix cache, which would serve keys and values of old weights as new under"

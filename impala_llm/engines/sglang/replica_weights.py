@@ -26,7 +26,7 @@ from impala_llm.engines.sglang.weight_update import (
 _log = logging.getLogger(__name__)
 
 UPDATE_TIMEOUT_S = 600.0
-"""Deadline of a server for reading weights, or for ending its answers."""
+"""Deadline of a server for reading weights, or for ending its completions."""
 
 WeightsSource = Callable[[], AbstractContextManager[tuple[Path, int]]]
 """Source of the newest weights: (Hugging Face directory, version), which do not change within the context."""
@@ -40,10 +40,10 @@ class ReplicaWeights:
     ) -> None:
         """
         Args:
-            in_flight: policy for answers under way when weights change.
+            in_flight: policy for completions under way when weights change.
             is_fed: the learner sends weights to the servers too.
             source: of the newest weights for a started or restarted server; None: `newest`.
-            changed: waits for the next change in servers or answers.
+            changed: waits for the next change in servers or completions.
         """
         self.lock = asyncio.Lock()
         self.last_update: UpdateTimes | None = None

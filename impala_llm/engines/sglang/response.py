@@ -1,12 +1,12 @@
-"""Answer under way: the pieces that its server has streamed so far, each checked.
+"""A completion under way: the pieces that its server has streamed so far, each checked.
 
-Invariant: tokens, log-probabilities and versions always have one length and only grow, so that an answer whose server
-dies is continued from its tokens, on any server.
+Invariant: tokens, log-probabilities and versions always have one length and only grow, so that a completion whose
+server dies is continued from its tokens, on any server.
 
 Versions: a server tells the version of each token (spans) when a request ends. Until then its pieces carry one label
 each, that of the weights in use when the piece left the server. A piece that left after a change of weights may hold
 tokens from before it; its tokens get the label of the piece before. So only where a server dies after a change of
-weights in the middle of an answer, up to one piece of tokens counts as one version older than it is.
+weights in the middle of a completion, up to one piece of tokens counts as one version older than it is.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class Continuation:
         """
         Args:
             prompt: int32[T], checked.
-            limit: tokens of the answer at most.
+            limit: tokens of the completion at most.
         """
         self.session_id = session_id
         self.params = params
@@ -158,7 +158,7 @@ class Continuation:
             self._end(kind, reason)
 
     def settle(self) -> bool:
-        """Return whether the answer is complete, however its requests ended."""
+        """Return whether it is complete, however its requests ended."""
         if self.finish_reason is None:
             if self.tokens and self.tokens[-1] in self._stops:
                 self.finish_reason = "stop"
@@ -169,7 +169,7 @@ class Continuation:
         return self.finish_reason is not None
 
     def result(self) -> Generation:
-        """Answer as arrays."""
+        """The completion as arrays."""
         assert self.finish_reason is not None
         return Generation(
             tokens=np.array(self.tokens, np.int32),

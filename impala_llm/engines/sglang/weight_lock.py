@@ -24,7 +24,7 @@ _LATE_S = 1.0
 
 
 def pause_mode(policy: InFlight) -> Literal["in_place", "retract"]:
-    """Choose the mode in which a server pauses answers under way."""
+    """Choose the mode in which a server pauses completions under way."""
     return "retract" if policy == "recompute_kv" else "in_place"
 
 
@@ -35,7 +35,7 @@ async def load_in_turn(
 
     Args:
         directory: Hugging Face directory of the version.
-        policy: for answers under way.
+        policy: for completions under way.
         timeout_s: seconds for loading.
         wanted: load nothing where the learner turns out to be sending this version or a newer one; None: always load.
 

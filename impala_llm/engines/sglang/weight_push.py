@@ -49,7 +49,7 @@ class Sent:
     Attributes:
         num_received: servers that have it.
         num_dropped: servers that were given up.
-        pause_s: time in which answers stood still.
+        pause_s: time in which completions stood still.
         transfer_s: part of it in which tensors were sent and loaded.
     """
 
@@ -78,7 +78,7 @@ class WeightSender:
     ) -> None:
         """
         Args:
-            in_flight: policy for answers under way; not "drain".
+            in_flight: policy for completions under way; not "drain".
             timeout_s: seconds for one version to one server, forming the group included.
             bucket_bytes: sent in one call.
             urls: `engine.urls`, the servers, or routers in front of them, that are sent weights; None: those that
@@ -241,7 +241,7 @@ class WeightSender:
                 client.receive_weights(link.name, bucket.described, None, False, self._timeout_s),
             )
         # A call of its own: tensors that a server receives too late, after it was given up, get no label.
-        # Answers under way hold slots in the cache after an in-place pause: it cannot be flushed then.
+        # Completions under way hold slots in the cache after an in-place pause: it cannot be flushed then.
         await client.receive_weights(link.name, [], version, mode == "retract", self._timeout_s)
         turn.is_touched = False
         await client.end_update()

@@ -30,7 +30,7 @@ class UpdateTimes:
     """Durations of one change of weights, in seconds. Of several servers, those of the slowest."""
 
     pause_s: float
-    """Time in which answers stood still, or, under "drain", new ones were held back."""
+    """Time in which completions stood still, or, under "drain", new ones were held back."""
     transfer_s: float
     """Part of it in which the server read the weights."""
 
@@ -94,12 +94,12 @@ async def update_in_flight(
     drained: Callable[[], Awaitable[None]],
     timeout_s: float,
 ) -> UpdateTimes:
-    """Load a version while answers are under way, or, under "drain", once they have ended.
+    """Load a version while completions are under way, or, under "drain", once they have ended.
 
     The server is resumed afterwards, also after an error.
 
     Args:
-        drained: under "drain", returns when no answer of ours runs on the server and none will.
+        drained: under "drain", returns when no completion of ours runs on the server and none will.
 
     Raises:
         ServerRefused: the server keeps its weights.

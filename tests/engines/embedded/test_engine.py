@@ -23,17 +23,17 @@ def random_tokens(count: int, seed: int, vocab_size: int = 211) -> list[int]:
 
 
 async def play(engine: TorchEngine, name: str, seed: int, params: SamplingParams, turns: int = 3) -> list:
-    """An episode of several turns: [(history before the answer, answer)]."""
+    """An episode of several turns: [(history before the completion, completion)]."""
     rng = np.random.default_rng(seed)
     history: list[int] = []
-    answers = []
+    completions = []
     for _ in range(turns):
         history = history + rng.integers(0, engine.vocab_size, int(rng.integers(1, 90))).tolist()
-        answer = await engine.generate(name, history, params)
-        answers.append((history, answer))
-        history = history + answer.tokens.tolist()
+        completion = await engine.generate(name, history, params)
+        completions.append((history, completion))
+        history = history + completion.tokens.tolist()
     engine.release(name)
-    return answers
+    return completions
 
 
 def test_each_model_gets_the_fastest_decoder_that_computes_it(
@@ -80,14 +80,14 @@ def test_uneven_episodes_of_several_turns_agree_with_a_plain_forward(
     async def episodes() -> list:
         return await asyncio.gather(*[play(engine, f"e{i}", i, params) for i in range(7)])
 
-    for answers in asyncio.run(episodes()):
-        for history, answer in answers:
-            assert answer.finish_reason == "length"
-            assert len(answer.tokens) == params.max_new_tokens
+    for completions in asyncio.run(episodes()):
+        for history, completion in completions:
+            assert completion.finish_reason == "length"
+            assert len(completion.tokens) == params.max_new_tokens
             temperature = 1.0 if params.greedy else params.temperature
-            expected = plain_log_probs(reference, history + answer.tokens.tolist(), len(history), temperature)
-            np.testing.assert_allclose(answer.log_probs, expected, atol=1e-4)
-            assert (answer.versions == 0).all()
+            expected = plain_log_probs(reference, history + completion.tokens.tolist(), len(history), temperature)
+            np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
+            assert (completion.versions == 0).all()
 
 
 def test_greedy_takes_the_most_likely_tokens(make_model: MakeModel) -> None:
@@ -95,12 +95,12 @@ def test_greedy_takes_the_most_likely_tokens(make_model: MakeModel) -> None:
     reference = copy.deepcopy(model)
     prompt = random_tokens(30, 1)
     engine = TorchEngine(model, max_sessions=1, max_length=100)
-    answer = asyncio.run(engine.generate("a", prompt, SamplingParams(max_new_tokens=12, greedy=True)))
+    completion = asyncio.run(engine.generate("a", prompt, SamplingParams(max_new_tokens=12, greedy=True)))
     expected = list(prompt)
     for _ in range(12):
         with torch.no_grad():
             expected.append(int(reference(torch.tensor([expected])).logits[0, -1].argmax()))
-    assert answer.tokens.tolist() == expected[30:]
+    assert completion.tokens.tolist() == expected[30:]
 
 
 def test_no_prefix_is_computed_twice(make_model: MakeModel) -> None:
@@ -111,12 +111,12 @@ def test_no_prefix_is_computed_twice(make_model: MakeModel) -> None:
         return await asyncio.gather(*[play(engine, f"e{i}", i, params) for i in range(6)])
 
     new_tokens = 0
-    for answers in asyncio.run(episodes()):
+    for completions in asyncio.run(episodes()):
         cached = 0
-        for history, answer in answers:
+        for history, completion in completions:
             new_tokens += len(history) - cached
             # The last sampled token never went through the model: the next turn computes it.
-            cached = len(history) + len(answer.tokens) - 1
+            cached = len(history) + len(completion.tokens) - 1
     assert engine.stats().prefill_tokens == new_tokens
     assert engine.stats().decode_tokens == 6 * 3 * 11
 
@@ -134,13 +134,13 @@ def test_few_running_sessions_among_many_idle_ones(make_model: MakeModel, plain_
         prompts["e9"] += [*firsts[9].tokens.tolist(), 5, 6, 7]
         return await engine.generate("e9", prompts["e9"], SamplingParams(max_new_tokens=80))
 
-    answer = asyncio.run(run())
-    expected = plain_log_probs(reference, prompts["e9"] + answer.tokens.tolist(), len(prompts["e9"]))
-    np.testing.assert_allclose(answer.log_probs, expected, atol=1e-4)
+    completion = asyncio.run(run())
+    expected = plain_log_probs(reference, prompts["e9"] + completion.tokens.tolist(), len(prompts["e9"]))
+    np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
 
 
 @pytest.mark.usefixtures("compact_decoder")
-def test_weights_change_between_two_steps_of_an_answer(make_model: MakeModel) -> None:
+def test_weights_change_between_two_steps_of_a_completion(make_model: MakeModel) -> None:
     old, new = make_model("qwen3", seed=0), make_model("qwen3", seed=1)
     engine = TorchEngine(copy.deepcopy(old), max_sessions=1, max_length=128, version=4)
     prompt = random_tokens(20, 2)
@@ -155,16 +155,16 @@ def test_weights_change_between_two_steps_of_an_answer(make_model: MakeModel) ->
         engine.load_state(new.state_dict(), version=7)
         return await task
 
-    answer = asyncio.run(run())
-    assert answer.versions.tolist() == [4] * drawn_before + [7] * (15 - drawn_before)
+    completion = asyncio.run(run())
+    assert completion.versions.tolist() == [4] * drawn_before + [7] * (15 - drawn_before)
     assert engine.version == 7
     # Old weights until the swap, then the new ones on the old keys and values ("keep_kv").
     cache = DynamicCache()
-    fed = prompt + answer.tokens.tolist()
+    fed = prompt + completion.tokens.tolist()
     with torch.no_grad():
         logits = old(torch.tensor([prompt]), past_key_values=cache, use_cache=True).logits[0, -1]
-        for i, token in enumerate(answer.tokens.tolist()):
-            assert abs(logits.log_softmax(-1)[token].item() - answer.log_probs[i]) < 1e-4
+        for i, token in enumerate(completion.tokens.tolist()):
+            assert abs(logits.log_softmax(-1)[token].item() - completion.log_probs[i]) < 1e-4
             model = old if i + 1 < drawn_before else new
             step = torch.tensor([[fed[len(prompt) + i]]])
             logits = model(step, past_key_values=cache, use_cache=True).logits[0, -1]
@@ -191,10 +191,10 @@ def test_weights_from_a_directory(make_model: MakeModel, tmp_path, plain_log_pro
         await engine.load_weights(tmp_path, version=1)
         return await engine.generate("a", prompt, SamplingParams(max_new_tokens=5))
 
-    answer = asyncio.run(run())
-    expected = plain_log_probs(new, prompt + answer.tokens.tolist(), len(prompt))
-    np.testing.assert_allclose(answer.log_probs, expected, atol=1e-4)
-    assert answer.versions.tolist() == [1] * 5
+    completion = asyncio.run(run())
+    expected = plain_log_probs(new, prompt + completion.tokens.tolist(), len(prompt))
+    np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
+    assert completion.versions.tolist() == [1] * 5
 
 
 def test_an_engine_from_a_directory(make_model: MakeModel, tmp_path, plain_log_probs: Callable) -> None:
@@ -203,9 +203,9 @@ def test_an_engine_from_a_directory(make_model: MakeModel, tmp_path, plain_log_p
     engine = TorchEngine.from_pretrained(tmp_path, max_sessions=1, max_length=64)
     assert engine.vocab_size == 211
     prompt = random_tokens(20, 2)
-    answer = asyncio.run(engine.generate("a", prompt, SamplingParams(max_new_tokens=5)))
-    expected = plain_log_probs(model, prompt + answer.tokens.tolist(), len(prompt))
-    np.testing.assert_allclose(answer.log_probs, expected, atol=1e-4)
+    completion = asyncio.run(engine.generate("a", prompt, SamplingParams(max_new_tokens=5)))
+    expected = plain_log_probs(model, prompt + completion.tokens.tolist(), len(prompt))
+    np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
     with pytest.raises(EngineError, match=r"nowhere: no config\.json"):
         TorchEngine.from_pretrained(tmp_path / "nowhere", max_sessions=1, max_length=64)
 
@@ -215,9 +215,9 @@ def test_bfloat16_weights_are_close(make_model: MakeModel, plain_log_probs: Call
     reference = copy.deepcopy(model)
     engine = TorchEngine(model.to(torch.bfloat16), max_sessions=1, max_length=64)
     prompt = random_tokens(20, 2)
-    answer = asyncio.run(engine.generate("a", prompt, SamplingParams(max_new_tokens=10)))
-    expected = plain_log_probs(reference, prompt + answer.tokens.tolist(), len(prompt))
-    assert np.abs(answer.log_probs - expected).mean() < 0.3
+    completion = asyncio.run(engine.generate("a", prompt, SamplingParams(max_new_tokens=10)))
+    expected = plain_log_probs(reference, prompt + completion.tokens.tolist(), len(prompt))
+    assert np.abs(completion.log_probs - expected).mean() < 0.3
 
 
 def test_engine_and_learner_agree_in_bfloat16_where_logits_are_large(tmp_path: Path) -> None:
@@ -231,13 +231,13 @@ def test_engine_and_learner_agree_in_bfloat16_where_logits_are_large(tmp_path: P
     policy = PolicyModel.from_pretrained(tmp_path)
     policy.compute_in("bfloat16")
     engine = TorchEngine(model.to(torch.bfloat16), max_sessions=1, max_length=256)
-    answer = asyncio.run(engine.generate("a", list(range(20)), SamplingParams(max_new_tokens=200)))
-    row = torch.tensor([*range(20), *answer.tokens])
+    completion = asyncio.run(engine.generate("a", list(range(20)), SamplingParams(max_new_tokens=200)))
+    row = torch.tensor([*range(20), *completion.tokens])
     with torch.no_grad():
         hidden = policy.hidden(row, torch.arange(len(row)), torch.tensor([len(row)])).view(len(row), -1)
         expected = policy.action_log_probs(hidden[19:-1], row[20:], 1.0)[0].numpy()
         assert policy.logits(hidden).abs().max() > 30
-    assert np.abs(answer.log_probs - expected).mean() < 0.025
+    assert np.abs(completion.log_probs - expected).mean() < 0.025
 
 
 def test_refused_weights_leave_the_old_ones_in_use(make_model: MakeModel, tmp_path) -> None:
@@ -269,7 +269,7 @@ def test_refused_weights_leave_the_old_ones_in_use(make_model: MakeModel, tmp_pa
     asyncio.run(run())
 
 
-def test_abort_keeps_what_was_sampled_and_the_answer_can_go_on(make_model: MakeModel) -> None:
+def test_abort_keeps_what_was_sampled_and_the_completion_can_go_on(make_model: MakeModel) -> None:
     prompt = random_tokens(40, 2)
     whole = asyncio.run(
         TorchEngine(make_model("qwen3"), max_sessions=1, max_length=128).generate(
@@ -317,18 +317,18 @@ def test_a_cancelled_caller_leaves_the_engine_usable(make_model: MakeModel) -> N
     asyncio.run(run())
 
 
-def test_a_stop_token_ends_the_answer_and_belongs_to_it(make_model: MakeModel) -> None:
+def test_a_stop_token_ends_the_completion_and_belongs_to_it(make_model: MakeModel) -> None:
     prompt = random_tokens(40, 2)
 
-    def answer(stop: tuple[int, ...]) -> Generation:
+    def complete(stop: tuple[int, ...]) -> Generation:
         engine = TorchEngine(make_model("qwen3"), max_sessions=1, max_length=128)
         return asyncio.run(engine.generate("a", prompt, SamplingParams(max_new_tokens=30, seed=2, stop_token_ids=stop)))
 
-    free = answer(())
+    free = complete(())
     stop = int(free.tokens[10])
     first = free.tokens.tolist().index(stop)
     unused = next(token for token in range(211) if token not in free.tokens)
-    stopped = answer((unused, stop))
+    stopped = complete((unused, stop))
     assert stopped.finish_reason == "stop"
     assert stopped.tokens.tolist() == free.tokens[: first + 1].tolist()
 
@@ -371,9 +371,9 @@ def test_first_tokens_are_drawn_from_the_softmax(make_model: MakeModel) -> None:
 
     async def one(seed: int) -> int:
         params = SamplingParams(max_new_tokens=1, seed=seed, temperature=temperature)
-        answer = await engine.generate(str(seed), [3, 1, 2], params)
+        completion = await engine.generate(str(seed), [3, 1, 2], params)
         engine.release(str(seed))
-        return int(answer.tokens[0])
+        return int(completion.tokens[0])
 
     async def run() -> list[int]:
         return await asyncio.gather(*[one(seed) for seed in range(draws)])
@@ -400,10 +400,10 @@ def test_a_session_without_slot_waits_for_a_release(make_model: MakeModel) -> No
     asyncio.run(run())
 
 
-def test_an_answer_without_room_ends_at_max_length(make_model: MakeModel) -> None:
+def test_a_completion_without_room_ends_at_max_length(make_model: MakeModel) -> None:
     engine = TorchEngine(make_model("qwen3"), max_sessions=1, max_length=70)
-    answer = asyncio.run(engine.generate("a", random_tokens(66, 1), SamplingParams(max_new_tokens=50)))
-    assert (answer.finish_reason, len(answer.tokens)) == ("length", 4)
+    completion = asyncio.run(engine.generate("a", random_tokens(66, 1), SamplingParams(max_new_tokens=50)))
+    assert (completion.finish_reason, len(completion.tokens)) == ("length", 4)
 
 
 @pytest.mark.parametrize(
@@ -500,7 +500,7 @@ def test_an_engine_whose_steps_all_fail_counts_as_broken_and_says_so_once(
 
 
 @pytest.mark.usefixtures("compact_decoder")
-def test_an_answer_that_is_aborted_amid_its_prompt_leaves_no_trace_of_weights_that_are_not_finite(
+def test_a_completion_that_is_aborted_amid_its_prompt_leaves_no_trace_of_weights_that_are_not_finite(
     make_model: MakeModel, plain_log_probs: Callable
 ) -> None:
     model = make_model("qwen3")
@@ -521,13 +521,13 @@ def test_an_answer_that_is_aborted_amid_its_prompt_leaves_no_trace_of_weights_th
         engine.load_state(good, 2)
         return await engine.generate("b", prompt[:20], params)
 
-    answer = asyncio.run(run())
-    expected = plain_log_probs(reference, prompt[:20] + answer.tokens.tolist(), 20)
-    np.testing.assert_allclose(answer.log_probs, expected, atol=1e-4)
+    completion = asyncio.run(run())
+    expected = plain_log_probs(reference, prompt[:20] + completion.tokens.tolist(), 20)
+    np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
 
 
 @pytest.mark.usefixtures("compact_decoder")
-def test_weights_that_are_not_finite_fail_the_answer_and_leave_no_trace(
+def test_weights_that_are_not_finite_fail_the_completion_and_leave_no_trace(
     make_model: MakeModel, plain_log_probs: Callable
 ) -> None:
     model = make_model("qwen3")
@@ -545,9 +545,9 @@ def test_weights_that_are_not_finite_fail_the_answer_and_leave_no_trace(
         engine.load_state(good, 2)
         return await engine.generate("a", prompt[:20], params)
 
-    answer = asyncio.run(run())
-    expected = plain_log_probs(reference, prompt[:20] + answer.tokens.tolist(), 20)
-    np.testing.assert_allclose(answer.log_probs, expected, atol=1e-4)
+    completion = asyncio.run(run())
+    expected = plain_log_probs(reference, prompt[:20] + completion.tokens.tolist(), 20)
+    np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("limit", ["max_sessions", "max_length", "prefill_budget"])

@@ -38,10 +38,10 @@ def test_weights_from_shared_memory(
         asyncio.run(engine.load_shared(lease))
     assert engine.version == 3
     prompt = np.random.default_rng(2).integers(0, 211, 20).tolist()
-    answer = asyncio.run(engine.generate("a", prompt, SamplingParams(max_new_tokens=5)))
-    expected = plain_log_probs(new, prompt + answer.tokens.tolist(), len(prompt))
-    assert np.abs(answer.log_probs - expected).mean() < tolerance
-    assert answer.versions.tolist() == [3] * 5
+    completion = asyncio.run(engine.generate("a", prompt, SamplingParams(max_new_tokens=5)))
+    expected = plain_log_probs(new, prompt + completion.tokens.tolist(), len(prompt))
+    assert np.abs(completion.log_probs - expected).mean() < tolerance
+    assert completion.versions.tolist() == [3] * 5
 
 
 def test_weights_of_another_model_and_damaged_ones_are_refused(make_model: MakeModel, tmp_path: Path) -> None:

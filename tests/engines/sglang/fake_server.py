@@ -20,7 +20,7 @@ from impala_llm.engines.sglang.external_server import RemoteServer
 VOCAB = 50
 PIECE = 4
 Change = Callable[[dict, int], object]
-"""Gets a piece of an answer and its number, changes it, or gives the raw bytes to send in its place."""
+"""Gets a piece of a completion and its number, changes it, or gives the raw bytes to send in its place."""
 
 
 class FakeServer:
@@ -46,7 +46,7 @@ class FakeServer:
         self.transports: list[asyncio.Transport] = []
         self.is_dead = False
         self.gate = asyncio.Event()
-        """Answers stop after their first piece until it is set."""
+        """Completions stop after their first piece until it is set."""
         self.gate.set()
         app = web.Application()
         app.router.add_get("/server_info", self.tell_info)
@@ -132,7 +132,7 @@ class FakeServer:
                 await response.write(b"data: [DONE]\n\n")
                 return response
             await self.gate.wait()
-        raise AssertionError("an answer without end")
+        raise AssertionError("a completion without end")
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -158,7 +158,7 @@ async def running(*fakes: FakeServer, timeout_s: float = 10, **options):
             await fake.server.close()
 
 
-def check_tokens(prompt: list[int], answer: Generation) -> None:
-    tokens = [(len(prompt) + index) % VOCAB for index in range(len(answer.tokens))]
-    assert answer.tokens.tolist() == tokens
-    np.testing.assert_array_equal(answer.log_probs, -np.array(tokens, np.float32) / 8)
+def check_tokens(prompt: list[int], completion: Generation) -> None:
+    tokens = [(len(prompt) + index) % VOCAB for index in range(len(completion.tokens))]
+    assert completion.tokens.tolist() == tokens
+    np.testing.assert_array_equal(completion.log_probs, -np.array(tokens, np.float32) / 8)

@@ -121,7 +121,7 @@ def test_a_broken_answer_is_named_and_the_engine_lives(change, complaint):
     run(test)
 
 
-def test_greedy_and_sampled_answers_are_asked_for_side_by_side():
+def test_greedy_and_sampled_completions_are_asked_for_side_by_side():
     """As of evaluation tasks beside training episodes."""
 
     async def test():
@@ -129,8 +129,8 @@ def test_greedy_and_sampled_answers_are_asked_for_side_by_side():
         async with running(fake) as engine:
             greedy = SamplingParams(max_new_tokens=5, greedy=True, temperature=0.7)
             sampled = SamplingParams(max_new_tokens=5, temperature=0.7)
-            answers = engine.generate("a", [1, 2], greedy), engine.generate("b", [1, 2, 3], sampled)
-            await asyncio.gather(*answers)
+            completions = engine.generate("a", [1, 2], greedy), engine.generate("b", [1, 2, 3], sampled)
+            await asyncio.gather(*completions)
             asked = {len(r["input_ids"]): r["sampling_params"]["temperature"] for r in fake.requests}
             assert asked == {2: 0.0, 3: 0.7}
 
@@ -142,13 +142,13 @@ def test_what_arrived_before_a_reset_is_kept_and_continued():
         fake = FakeServer()
         async with running(fake) as engine:
             fake.die_after = [2, 0, 1]
-            answer = await engine.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=15, stop_token_ids=(44,)))
-            check_tokens([1, 2, 3], answer)
-            assert len(answer.tokens) == 15 and answer.finish_reason == "length"
+            completion = await engine.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=15, stop_token_ids=(44,)))
+            check_tokens([1, 2, 3], completion)
+            assert len(completion.tokens) == 15 and completion.finish_reason == "length"
             prompts = [request["input_ids"] for request in fake.requests]
             limits = [request["sampling_params"]["max_new_tokens"] for request in fake.requests]
             assert [len(prompt) for prompt in prompts] == [3, 11, 11, 15] and limits == [15, 7, 7, 3]
-            assert prompts[3] == [1, 2, 3, *answer.tokens[:12].tolist()]
+            assert prompts[3] == [1, 2, 3, *completion.tokens[:12].tolist()]
             assert engine.stats().decode_tokens == 15 and engine.restarts == 0
 
     run(test)
@@ -164,14 +164,16 @@ def test_a_reset_after_the_last_token_needs_no_further_request(stops, limit, rea
                 piece["meta_info"]["finish_reason"] = None
 
             fake.change, fake.die_after = hide_end, [1]
-            answer = await engine.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=limit, stop_token_ids=stops))
-            check_tokens([1, 2, 3], answer)
-            assert answer.finish_reason == reason and len(fake.requests) == 1
+            completion = await engine.generate(
+                "a", [1, 2, 3], SamplingParams(max_new_tokens=limit, stop_token_ids=stops)
+            )
+            check_tokens([1, 2, 3], completion)
+            assert completion.finish_reason == reason and len(fake.requests) == 1
 
     run(test)
 
 
-def test_an_answer_goes_on_after_a_stop_token_that_is_not_its_own():
+def test_a_completion_goes_on_after_a_stop_token_that_is_not_its_own():
     async def test():
         fake = FakeServer()
         async with running(fake) as engine:
@@ -182,14 +184,14 @@ def test_an_answer_goes_on_after_a_stop_token_that_is_not_its_own():
                     piece["meta_info"] |= {"finish_reason": {"type": "stop"}, "weight_versions": versions}
 
             fake.change = change
-            answer = await engine.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=14, stop_token_ids=(40,)))
-            check_tokens([1, 2, 3], answer)
-            assert answer.finish_reason == "length" and len(answer.tokens) == 14 and len(fake.requests) == 2
+            completion = await engine.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=14, stop_token_ids=(40,)))
+            check_tokens([1, 2, 3], completion)
+            assert completion.finish_reason == "length" and len(completion.tokens) == 14 and len(fake.requests) == 2
 
     run(test)
 
 
-def test_a_server_that_always_resets_fails_the_answer_only():
+def test_a_server_that_always_resets_fails_the_completion_only():
     async def test():
         fake = FakeServer()
         async with running(fake) as engine:
@@ -223,13 +225,13 @@ def test_sessions_stay_at_their_server_and_new_ones_go_to_the_least_loaded():
     run(test)
 
 
-def test_the_answers_of_a_server_that_is_gone_go_on_at_another():
+def test_the_completions_of_a_server_that_is_gone_go_on_at_another():
     async def test():
         fakes = FakeServer(), FakeServer()
         async with running(*fakes) as engine:
             for fake in fakes:
                 fake.gate.clear()
-            answers = [
+            completions = [
                 asyncio.create_task(engine.generate(f"s{index}", [index], SamplingParams(max_new_tokens=30)))
                 for index in range(8)
             ]
@@ -237,7 +239,7 @@ def test_the_answers_of_a_server_that_is_gone_go_on_at_another():
                 await asyncio.sleep(0.001)
             await fakes[0].die()
             fakes[1].gate.set()
-            for index, task in enumerate(answers):
+            for index, task in enumerate(completions):
                 check_tokens([index], await task)
             assert engine.failure is None and engine.version == 0
 
@@ -251,9 +253,9 @@ def test_a_server_that_forgot_its_weights_gets_them_before_its_next_traffic(tmp_
             directory = weights(tmp_path / "w")
             await engine.load_weights(directory, 7)
             fake.label = "0"  # restarted by its owner
-            answer = await engine.generate("a", [1, 2], SamplingParams(max_new_tokens=9))
-            check_tokens([1, 2], answer)
-            assert set(answer.versions.tolist()) == {7} and fake.loaded == [directory] * 2 and engine.restarts == 1
+            completion = await engine.generate("a", [1, 2], SamplingParams(max_new_tokens=9))
+            check_tokens([1, 2], completion)
+            assert set(completion.versions.tolist()) == {7} and fake.loaded == [directory] * 2 and engine.restarts == 1
 
     run(test)
 
@@ -266,8 +268,8 @@ def test_a_handshake_takes_the_newest_weights_of_the_source(tmp_path):
             assert engine.version == 3 and fake.loaded == [newest[0][0]]
             newest.append((weights(tmp_path / "nine"), 9))
             fake.label = "0"
-            answer = await engine.generate("a", [1, 2], SamplingParams(max_new_tokens=9))
-            assert set(answer.versions.tolist()) == {9} and engine.version == 9
+            completion = await engine.generate("a", [1, 2], SamplingParams(max_new_tokens=9))
+            assert set(completion.versions.tolist()) == {9} and engine.version == 9
 
     run(test)
 
@@ -288,8 +290,8 @@ def test_a_server_that_missed_a_version_comes_back_with_it(tmp_path, is_fed, ref
                 await asyncio.sleep(0.001)
             fake.refuse_weights = ""
             await loading
-            answer = await engine.generate("a", [1, 2], SamplingParams(max_new_tokens=9))
-            assert set(answer.versions.tolist()) == {1} and engine.version == 1
+            completion = await engine.generate("a", [1, 2], SamplingParams(max_new_tokens=9))
+            assert set(completion.versions.tolist()) == {1} and engine.version == 1
             assert fake.loaded == [directory] and engine.restarts == 1 and engine.failure is None
 
     run(test)
@@ -310,8 +312,8 @@ def test_servers_of_others_begin_with_the_policy_that_the_engine_is_made_for(tin
             assert fake.loaded == [tiny_model] and engine.version == 0
             await engine.load_weights(tiny_model, 7)
             fake.label = "0"  # restarted by its owner
-            answer = await engine.generate("a", [1, 2], SamplingParams(max_new_tokens=9))
-            assert set(answer.versions.tolist()) == {7} and fake.loaded == [tiny_model] * 3
+            completion = await engine.generate("a", [1, 2], SamplingParams(max_new_tokens=9))
+            assert set(completion.versions.tolist()) == {7} and fake.loaded == [tiny_model] * 3
         finally:
             await engine.close()
             await fake.server.close()
@@ -368,8 +370,8 @@ def test_a_refused_version_names_all_and_changes_nothing(tmp_path, in_flight, ca
             for word in (fake.url, str(directory), "version 5", "the disk is on fire"):
                 assert word in str(caught.value)
             assert fake.calls == calls and engine.version == 4 and engine.last_update is None
-            answer = await engine.generate("a", [1], SamplingParams(max_new_tokens=5))
-            assert set(answer.versions.tolist()) == {4}
+            completion = await engine.generate("a", [1], SamplingParams(max_new_tokens=5))
+            assert set(completion.versions.tolist()) == {4}
 
     run(test)
 
@@ -457,9 +459,9 @@ def test_an_abort_that_the_server_ignores_returns_what_there_is(monkeypatch):
             while not fake.requests:
                 await asyncio.sleep(0.001)
             engine.abort("a")
-            answer = await task
-            assert answer.finish_reason == "abort"
-            check_tokens([1], answer)
+            completion = await task
+            assert completion.finish_reason == "abort"
+            check_tokens([1], completion)
 
     run(test)
 
@@ -495,8 +497,8 @@ def test_a_server_with_a_key_is_shown_it():
         servers = [RemoteServer(fake.url, 5, "secret")]
         engine = SGLangEngine(servers, vocab_size=VOCAB, max_length=100)
         await engine.start()
-        answer = await engine.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=6))
-        check_tokens([1, 2, 3], answer)
+        completion = await engine.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=6))
+        check_tokens([1, 2, 3], completion)
         await engine.close()
         with pytest.raises(EngineError, match="did not answer"):
             await RemoteServer(fake.url, timeout_s=0.1).start()
