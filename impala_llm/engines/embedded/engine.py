@@ -92,8 +92,7 @@ class TorchEngine:
         Args:
             model: belongs to the engine from now on: its attention and the storage of its parameters are changed.
             max_sessions: cache slots. A session holds one from its first request until `release`; more sessions wait.
-            max_length: tokens of a session at most, completions included. The cache takes max_sessions * max_length
-                slots.
+            max_length: tokens of a session at most; the cache has room for max_sessions * max_length of them.
             seed: mixed into the random stream of every session.
             prefill_budget: prompt tokens in one step at most; bounds a step's memory and how long decoding waits. On a
                 CPU large models have fewer, see `scheduler.prompt_tokens_of_step`.
