@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from impala_llm.commands.preflight import unfit_policy
+from impala_llm.commands.evaluated_policy import unfit_policy
 from impala_llm.config import load, to_yaml
 from impala_llm.envs.webshop.learned_catalogues import learned_of, with_learned
 from impala_llm.envs.webshop.nouns import installed_nouns

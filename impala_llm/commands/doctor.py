@@ -26,12 +26,12 @@ import psutil
 from packaging.requirements import Requirement
 
 from impala_llm.commands import model_memory, rank_group
+from impala_llm.commands.host_space import reserved_bytes
+from impala_llm.commands.model_files import float32_bytes
 from impala_llm.commands.preflight import (
     Checks,
     actors_checks,
     cpp_compiler,
-    float32_bytes,
-    reserved_bytes,
     training_checks,
 )
 from impala_llm.config import ConfigError, load, num_cores, threads_per_process

@@ -6,7 +6,7 @@ from typing import Any
 
 import psutil
 
-from impala_llm.commands.preflight import float32_bytes, layer_parameters
+from impala_llm.commands.model_files import float32_bytes, layer_parameters
 from impala_llm.config import ConfigError
 from impala_llm.gpus import deal_gpus, visible_gpus
 from impala_llm.processes.cgroups import most_memory

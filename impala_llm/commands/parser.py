@@ -343,7 +343,8 @@ def evaluate(config: Config, overrides: list[str], as_json: bool) -> int:
     from impala_llm.observability.terminal import working
 
     with working("loading what evaluates the policy"):
-        from impala_llm.commands.preflight import check_evaluation, left_out_catalogue, unfit_policy
+        from impala_llm.commands.evaluated_policy import left_out_catalogue, unfit_policy
+        from impala_llm.commands.preflight import check_evaluation
         from impala_llm.evaluate import main as evaluate_policy
 
     learned, folder = learned_policy(overrides), Path(config.run.dir)

@@ -16,8 +16,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from impala_llm import cli
-from impala_llm.commands import doctor, preflight
-from impala_llm.commands.preflight import actors_checks, training_checks, unfit_policy
+from impala_llm.commands import doctor, host_space, preflight
+from impala_llm.commands.evaluated_policy import unfit_policy
+from impala_llm.commands.model_files import float32_bytes
+from impala_llm.commands.preflight import actors_checks, training_checks
 from impala_llm.config import ConfigError, load, to_yaml
 from impala_llm.pipeline.network.keys import make_keys
 from impala_llm.pipeline.shm import run_directory
@@ -281,7 +283,7 @@ def test_the_weights_that_a_host_of_actors_fetches_must_fit_into_its_shared_memo
     config = load([*words, f"pipeline.keys={tmp_path / 'keys'}", "pipeline.arena_mb=1000"])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     (check,) = preflight.actors_checks()["shared memory"]
-    needed = 4 * preflight.float32_bytes(config.model.path) // share
+    needed = 4 * float32_bytes(config.model.path) // share
     free = needed
     assert needed > 0 and check(config) == []
     free = needed - 1
@@ -308,10 +310,10 @@ def test_checkpoints_take_disk_space_for_all_of_their_parts(
         (said,) = [said for check in preflight.training_checks()["disk"] for said in check(load(settings))]
         return int(said.split("logs take ")[1].split(" MiB")[0].replace(",", ""))
 
-    config, weights_mb = load(["experiment=quickstart"]), preflight.float32_bytes("tiny_shopper") / 2**20
+    config, weights_mb = load(["experiment=quickstart"]), float32_bytes("tiny_shopper") / 2**20
     assert needed_mb(101) - needed_mb(1) == pytest.approx(100 * num_parts * weights_mb, abs=2)
     policies_mb = 3 if config.evaluation.inside_run else 1
-    assert needed_mb(0) == pytest.approx(preflight.DISK_SPARE / 2**20 + policies_mb * weights_mb, abs=2)
+    assert needed_mb(0) == pytest.approx(host_space.DISK_SPARE / 2**20 + policies_mb * weights_mb, abs=2)
 
 
 def test_checkpoints_and_policies_of_the_run_count_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,164 @@
+"""Files of the models that a run reads: which of them cannot be used, and how large the models are. Each problem is a
+sentence with key, value and fix. Nothing here imports torch."""
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from impala_llm.checks.known_models import vocab_size
+from impala_llm.settings import Config, model_directory, other_models
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+"""Any of them is enough."""
+
+
+def starting_policy_problems(config: Config) -> list[str]:
+    """Starting policies that never score in an environment: nothing would be learned from."""
+    env, path = config.env.name, config.model.path
+    if config.agent.is_set:  # whose tasks no policy names
+        return []
+    if path == "tiny_shopper" and env != "webshop":
+        return [f"model.path=tiny_shopper has learned to shop and nothing else: with env={env} set model=scratch"]
+    if path == "tiny_shopper" and config.env.webshop.observation_mode != "compact":
+        mode = config.env.webshop.observation_mode
+        return [
+            f"env.webshop.observation_mode={mode}: model.path=tiny_shopper reads pages of mode compact alone; leave "
+            "it out, or set model=pretrained model.path=DIRECTORY"
+        ]
+    if path == "tiny_shopper" and not config.env.webshop.row_numbers:
+        return [
+            "env.webshop.row_numbers=false: model.path=tiny_shopper clicks results by their numbers: set "
+            "env.webshop.row_numbers=true, as model=tiny_shopper does"
+        ]
+    if path == "scratch" and env == "webshop":
+        return [
+            "model.path=scratch begins with random weights and a tokenizer of characters, and never scores with "
+            "env=webshop: set model=tiny_shopper, or model=pretrained model.path=DIRECTORY"
+        ]
+    return []
+
+
+def model_problems(config: Config) -> list[str]:
+    """The files of model.path: whole, with tokenizer and chat template. Its config.json: checks/known_models.py."""
+    directory = model_directory(config.model.path)
+    if directory is None:
+        return []  # made from scratch
+    where = f"model.path={config.model.path}"
+    try:
+        tokenizer = directory / "tokenizer_config.json"
+        template = _json_object(tokenizer).get("chat_template") if tokenizer.is_file() else None
+        if (vocabulary := directory / "tokenizer.json").is_file():
+            _json_object(vocabulary)
+    except ValueError as error:
+        return [f"{where}: {error}: copy the model again"]
+    found = _weights("model.path", config.model.path, directory)
+    if not template and not any((directory / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        found.append(
+            f"{where} has no chat template, by which observations become tokens: take an instruction-tuned model, or "
+            "put a chat_template.jinja into the folder"
+        )
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        found.append(
+            f"{where} has no tokenizer ({', '.join(TOKENIZER_FILES)}): copy the model again, with all its files"
+        )
+    return found
+
+
+def adapter_problems(config: Config) -> list[str]:
+    """Targets of adapters that the model does not have; one that is made from scratch is not looked at."""
+    lora, directory = config.model.lora, model_directory(config.model.path)
+    if not lora.rank or lora.targets == ["all-linear"] or directory is None:
+        return []
+    matrices = {name.removesuffix(".weight"): shape for name, shape in _tensor_shapes(directory) if len(shape) == 2}
+    unknown = [t for t in lora.targets if matrices and not any(f".{name}".endswith(f".{t}") for name in matrices)]
+    num_tokens = vocab_size(directory)  # rows of embeddings, which are refused
+    there = ", ".join(sorted({name.rpartition(".")[2] for name, (n, _) in matrices.items() if n != num_tokens}))
+    return [
+        f"model.lora.targets={list(lora.targets)}: no matrix of model.path={config.model.path} is named {name}: choose "
+        f"from {there}, or all-linear"
+        for name in unknown
+    ]
+
+
+def other_model_problems(config: Config) -> list[str]:
+    """The files of the other models that the learner loads."""
+    found = []
+    for key, path in other_models(config).items():
+        if (directory := model_directory(path)) is not None:
+            found += _weights(key, path, directory)
+    return found
+
+
+def _weights(key: str, path: str, directory: Path) -> list[str]:
+    """Problems with the configuration and the weights of a model."""
+    where = f"{key}={path}"
+    try:
+        if not isinstance(_json_object(directory / "config.json").get("model_type"), str):
+            raise ValueError("config.json has no model_type")
+        index = directory / "model.safetensors.index.json"
+        files = _json_object(index).get("weight_map") if index.is_file() else {"all": "model.safetensors"}
+        if not isinstance(files, dict):
+            raise ValueError(f"{index.name} has no weight_map")
+    except ValueError as error:
+        return [f"{where}: {error}: copy the model again"]
+    found = []
+    for name in sorted(map(str, set(files.values()))):
+        try:
+            with safe_open(directory / name, "np"):
+                pass
+        except (OSError, SafetensorError) as error:
+            found.append(f"{where}: {name} is missing or damaged ({error}): copy the model again")
+    return found
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name} is no JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path.name} holds no JSON object")
+    return values
+
+
+def float32_bytes(path: str) -> int:
+    """Bytes that the weights of a model take on the weight board, which holds the learner's float32.
+
+    Args:
+        path: value of `model.path`.
+
+    Returns:
+        0 where the model is made from scratch, or cannot be read.
+    """
+    directory = model_directory(path)
+    return sum(4 * math.prod(shape) for _, shape in _tensor_shapes(directory)) if directory else 0
+
+
+def layer_parameters(path: str) -> int:
+    """Number of parameters in the matrices of a model's layers, which tensor parallelism divides.
+
+    Args:
+        path: value of `model.path`.
+
+    Returns:
+        0 where the model is made from scratch, or cannot be read.
+    """
+    directory = model_directory(path)
+    shapes = _tensor_shapes(directory) if directory else ()
+    return sum(math.prod(shape) for name, shape in shapes if len(shape) > 1 and re.search(r"\.\d+\.", name))
+
+
+def _tensor_shapes(directory: Path) -> Iterator[tuple[str, list[int]]]:
+    """Names and shapes of a model's tensors. Files that cannot be read are left out: `_model` reports them."""
+    for file in directory.glob("*.safetensors"):
+        with contextlib.suppress(OSError, SafetensorError), safe_open(file, "np") as tensors:
+            names = tensors.keys()  # it is no dict
+            yield from ((name, tensors.get_slice(name).get_shape()) for name in names)
