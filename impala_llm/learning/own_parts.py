@@ -208,15 +208,26 @@ def _require(name: str, expected: type[_Result], result: object) -> _Result:
 
 
 def _require_metrics(name: str, metrics: object) -> None:
-    if not isinstance(metrics, Sequence) or not all(isinstance(each, tuple) and len(each) == 3 for each in metrics):
+    if not isinstance(metrics, Sequence):
         raise PartFault(f"{name} returned metrics = {_kind(metrics)}: a sequence of (name, value, weight) is expected")
-    for metric, value, weight in metrics:
+    for each in metrics:
+        if not isinstance(each, tuple) or len(each) != 3:
+            raise PartFault(f"{name} returned {each!r:.100} among its metrics: (name, value, weight) is expected")
+        metric, value, weight = each
         _require_name(name, metric)
         numbers = value if isinstance(value, tuple) else (value,)
-        if not all(map(_is_number, (*numbers, weight))):
+        if not all(_is_number(x[()] if isinstance(x, np.ndarray) else x) for x in (*numbers, weight)):
             raise PartFault(
-                f"{name} returned metric {metric} = {_kind(value)} with weight {_kind(weight)}: real numbers are "
-                "expected"
+                f"{name} returned metric {metric} = {_kind(value)} with weight {_kind(weight)}: real numbers in the "
+                "range of a float are expected"
+            )
+        size = 4 if metric.endswith("explained_variance") else 1  # as observability/metrics.py has it
+        if len(numbers) != size:
+            raise PartFault(f"{name} returned metric {metric} of {len(numbers)} numbers: {size} expected")
+        if not 0.0 <= float(weight) < math.inf:
+            raise PartFault(
+                f"{name} returned metric {metric} with weight {float(weight)}: the number of items that the value is a "
+                "mean of is expected"
             )
 
 
@@ -226,10 +237,13 @@ def _require_name(name: str, metric: object) -> None:
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is a real number, or a tensor of one."""
+    """Whether it is a real number in the range of a float, or a tensor of one."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, Real | np.bool_)
+    try:
+        return isinstance(value, Real | np.bool_) and isinstance(float(value), float)
+    except OverflowError:
+        return False
 
 
 def _require_floats(what: str, value: object, like: Tensor, noun: str = "token") -> None:
