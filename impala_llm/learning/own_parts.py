@@ -104,7 +104,8 @@ def call_credit(credit: Credit, scored: Scored, batch: PackedBatch, prepared: Te
             f"{name} returned values, and its class does not say that it needs the value head: write "
             "uses_values = True in it"
         )
-    if credit.of_episodes and prepared is not None:
+    if credit.of_episodes:
+        assert prepared is not None  # see `call_prepare`
         _require_prepared(name, worth, prepared[scored.segment_ids])
     _require_metrics(name, worth.metrics)
     _await_metrics(credit, "credit", [metric for metric, _, _ in worth.metrics], scored)
@@ -121,6 +122,11 @@ def call_prepare(credit: Credit, episodes: Episodes) -> Prepared | None:
         return credit.prepare(episodes)
     name = f"algorithm.credit={credit.name}: prepare"
     result = _call(name, lambda: credit.prepare(episodes))
+    if result is None and credit.of_episodes:
+        raise PartFault(
+            f"{name} returned None, and its class says of_episodes = True: return Prepared(advantages), one for each "
+            "episode, or take of_episodes = True out of it"
+        )
     if result is None:
         return None
     prepared = _require(name, Prepared, result)
@@ -280,7 +286,7 @@ def _require_value_loss(name: str, worth: Worth, batch: PackedBatch) -> None:
     if worth.num_values not in ("tokens", "turns"):
         raise PartFault(f"{name} returned num_values = {worth.num_values!r}: tokens or turns is expected")
     if not _is_number(worth.value_coef) or not math.isfinite(worth.value_coef):
-        raise PartFault(f"{name} returned value_coef = {worth.value_coef!r}: a finite number is expected")
+        raise PartFault(f"{name} returned value_coef = {worth.value_coef!r:.60}: a finite number is expected")
     values, targets, rows = worth.values, worth.targets, worth.value_rows
     if values is None or targets is None or rows is None or not len(rows):
         return
@@ -303,13 +309,13 @@ def _require_prepared(name: str, worth: Worth, expected: Tensor) -> None:
     if worth.values is not None:
         raise PartFault(
             f"{name} returned values, and its class says of_episodes = True: an episode whose prepared advantage is 0 "
-            "may be left out, and its values would not be fitted; take of_episodes = True out of it"
+            "may not be computed at all, and its values would not be fitted; take of_episodes = True out of it"
         )
     if not torch.allclose(worth.advantages, expected, rtol=0.0, atol=0.0, equal_nan=True):
         raise PartFault(
             f"{name} returned other advantages than prepared[scored.segment_ids], and its class says of_episodes = "
-            "True: advantages are whitened by those that it has prepared, and an episode with 0 may be left out; "
-            "return these, or take of_episodes = True out of it"
+            "True: the prepared ones decide which episodes are computed, and whitening takes its mean and deviation "
+            "from them; return these, or take of_episodes = True out of it"
         )
 
 

@@ -175,15 +175,20 @@ def test_a_credit_of_episodes_returns_what_it_has_prepared() -> None:
                 PartFault, match="OwnCredit returned other advantages than prepared.*of_episodes = True"
             ):
                 call_credit(mine, scored(), BATCH, prepared)
-            assert call_credit(mine, scored(), BATCH, None) is worth, "it has prepared nothing"
 
 
-def test_a_credit_of_episodes_that_prepares_them_fits_no_values() -> None:
+def test_a_credit_of_episodes_fits_no_values() -> None:
     """Those of an episode that is not computed would not be fitted."""
     mine = OwnCreditOfEpisodes(name="mine:OwnCredit", worth=FITTED)
     with pytest.raises(PartFault, match="OwnCredit returned values.*of_episodes = True"):
         call_credit(mine, scored(), BATCH, torch.ones(1))
-    assert call_credit(mine, scored(), BATCH, None) is FITTED
+
+
+def test_a_credit_of_episodes_has_to_prepare_them() -> None:
+    """Nothing would say that all tokens of an episode have one advantage."""
+    mine = OwnCreditOfEpisodes(name="mine:OwnCredit")
+    with pytest.raises(PartFault, match="OwnCredit: prepare returned None, and its class says of_episodes = True"):
+        call_prepare(mine, episodes())
 
 
 @dataclass
