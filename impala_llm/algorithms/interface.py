@@ -2,7 +2,7 @@
 
 A step of the learner calls them in this order, the first once for a batch and the others for each micro-batch:
 
-    prepared = credit.prepare(episodes)              # groups, pairs, or nothing
+    prepared = credit.prepare(episodes)              # advantages of whole episodes, or None
     scored = score(model, micro)                     # one forward: log π, entropies, values
     worth = credit(scored, micro, prepared)          # advantages, and targets of values or None
     output = loss(scored, worth.advantages)          # a loss for each token, and every metric that it names
