@@ -2,7 +2,7 @@
 
 A step of the learner calls them in this order, the first once for a batch and the others for each micro-batch:
 
-    prepared = credit.prepare(episodes)              # groups, pairs, or nothing
+    prepared = credit.prepare(episodes)              # advantages of whole episodes, or None
     scored = score(model, micro)                     # one forward: log π, entropies, values
     worth = credit(scored, micro, prepared)          # advantages, and targets of values or None
     output = loss(scored, worth.advantages)          # a loss for each token, and every metric that it names
@@ -263,9 +263,10 @@ class Credit(CreditSettings, ABC):
     """Credit assignment: an advantage for each action token. Subclasses are dataclasses; see the module."""
 
     of_episodes: ClassVar[bool] = False
-    """Whether all tokens of an episode have the same advantage. Where `prepare` returns it, `__call__` returns it
-    unchanged and without values, as `Worth(prepared[scored.segment_ids])`: advantages are whitened by those that are
-    prepared, and an episode with 0 may be left out."""
+    """Whether all tokens of an episode have one advantage, which `prepare` returns. `__call__` then has to return that
+    and no values, as `Worth(prepared[scored.segment_ids])`. For an episode whose prepared advantage is 0 it may not be
+    called at all, since nothing is learned from it; and whitening takes mean and deviation of the prepared advantages.
+    """
     needs_teacher: ClassVar[bool] = False
     """Whether `Scored.teacher_log_probs` is read; such a credit has the options `teacher` and `teacher_context`."""
 

@@ -182,7 +182,8 @@ class Preference(EpisodeCredit):
                 f"algorithm.aggregate={algorithm.aggregate} does not go with algorithm.credit={self.name}, whose pairs "
                 "are compared as wholes: set algorithm.aggregate=sequence_mean_token_sum"
             )
-        if not isinstance(algorithm.loss, Reinforce):
+        # A class that derives from it may compute another loss.
+        if type(algorithm.loss).__call__ is not Reinforce.__call__:
             found.append(
                 f"algorithm.loss={algorithm.loss.name} does not go with algorithm.credit={self.name}, whose advantages "
                 "are the gradient of DPO already: set algorithm.loss=reinforce, or algorithm=dpo for both"

@@ -71,17 +71,22 @@ def packed_targets(
     return vs, next_of(vs).mul_(discounts).add_(rewards).sub_(values)
 
 
-def _scan_backwards(terms: Tensor, decays: Tensor) -> Tensor:
+def _scan_backwards(terms: Tensor, decays: Tensor, is_cut: Tensor | None = None) -> Tensor:
     """x_t = terms_t + decays_t x_{t+1} along dimension 0, with x = 0 past the end. [T, ...], any T.
+
+    Args:
+        is_cut: where x_{t+1} is ignored, NaN too; None: where decays are 0. A product of decays may be 0 only since it
+            is too small for the dtype, and cuts nothing.
 
     Cuts time into chunks and walks back through all chunks at once, each as if nothing followed it. What does follow
     enters a chunk only through its first element, so the heads of the chunks are again such a recursion, `_CHUNK`
     times shorter.
     """
     length, tail = terms.shape[0], terms.shape[1:]
+    is_cut = decays == 0 if is_cut is None else is_cut
     if length <= _CHUNK:
         x = terms.clone()
-        _walk_back(x, decays)
+        _walk_back(x, decays, is_cut)
         return x
 
     num_chunks = -(-length // _CHUNK)
@@ -92,22 +97,23 @@ def _scan_backwards(terms: Tensor, decays: Tensor) -> Tensor:
         by_chunk = padded.reshape(num_chunks, _CHUNK, *tail)
         return by_chunk.movedim(1, 0).clone(memory_format=torch.contiguous_format)
 
-    x, products = cut(terms), cut(decays)
-    _walk_back(x, products)
+    x, products, is_cut = cut(terms), cut(decays), cut(is_cut)
+    _walk_back(x, products, is_cut)
     largest = torch.finfo(terms.dtype).max
-    factors = products.unbind(0)
+    factors, cuts = products.unbind(0), is_cut.unbind(0)
     for j in range(_CHUNK - 2, -1, -1):
         # infinite, a product would be NaN at the next factor 0
-        factors[j].mul_(factors[j + 1].masked_fill(factors[j] == 0, 0.0)).clamp_(max=largest)
-    heads = _scan_backwards(x[0], products[0])
+        factors[j].mul_(factors[j + 1].masked_fill(cuts[j], 0.0)).clamp_(max=largest)
+        cuts[j].logical_or_(cuts[j + 1])
+    heads = _scan_backwards(x[0], products[0], is_cut[0])
     following = torch.zeros_like(heads)
     following[:-1] = heads[1:]
-    x.add_(torch.where(products == 0, 0.0, products * following))
+    x.add_(torch.where(is_cut, 0.0, products * following))
     return x.movedim(0, 1).reshape(num_chunks * _CHUNK, *tail)[:length]
 
 
-def _walk_back(x: Tensor, decays: Tensor) -> None:
+def _walk_back(x: Tensor, decays: Tensor, is_cut: Tensor) -> None:
     """The recursion along dimension 0 step by step, in place."""
-    rows, factors, is_end = x.unbind(0), decays.unbind(0), (decays == 0).unbind(0)
+    rows, factors, cuts = x.unbind(0), decays.unbind(0), is_cut.unbind(0)
     for t in range(len(rows) - 2, -1, -1):
-        rows[t].addcmul_(factors[t], rows[t + 1].masked_fill(is_end[t], 0.0))
+        rows[t].addcmul_(factors[t], rows[t + 1].masked_fill(cuts[t], 0.0))

@@ -104,7 +104,8 @@ def call_credit(credit: Credit, scored: Scored, batch: PackedBatch, prepared: Te
             f"{name} returned values, and its class does not say that it needs the value head: write "
             "uses_values = True in it"
         )
-    if credit.of_episodes and prepared is not None:
+    if credit.of_episodes:
+        assert prepared is not None  # see `call_prepare`
         _require_prepared(name, worth, prepared[scored.segment_ids])
     _require_metrics(name, worth.metrics)
     _await_metrics(credit, "credit", [metric for metric, _, _ in worth.metrics], scored)
@@ -121,6 +122,11 @@ def call_prepare(credit: Credit, episodes: Episodes) -> Prepared | None:
         return credit.prepare(episodes)
     name = f"algorithm.credit={credit.name}: prepare"
     result = _call(name, lambda: credit.prepare(episodes))
+    if result is None and credit.of_episodes:
+        raise PartFault(
+            f"{name} returned None, and its class says of_episodes = True: return Prepared(advantages), one for each "
+            "episode, or take of_episodes = True out of it"
+        )
     if result is None:
         return None
     prepared = _require(name, Prepared, result)
@@ -208,15 +214,26 @@ def _require(name: str, expected: type[_Result], result: object) -> _Result:
 
 
 def _require_metrics(name: str, metrics: object) -> None:
-    if not isinstance(metrics, Sequence) or not all(isinstance(each, tuple) and len(each) == 3 for each in metrics):
+    if not isinstance(metrics, Sequence):
         raise PartFault(f"{name} returned metrics = {_kind(metrics)}: a sequence of (name, value, weight) is expected")
-    for metric, value, weight in metrics:
+    for each in metrics:
+        if not isinstance(each, tuple) or len(each) != 3:
+            raise PartFault(f"{name} returned {each!r:.100} among its metrics: (name, value, weight) is expected")
+        metric, value, weight = each
         _require_name(name, metric)
         numbers = value if isinstance(value, tuple) else (value,)
-        if not all(map(_is_number, (*numbers, weight))):
+        if not all(_is_number(x[()] if isinstance(x, np.ndarray) else x) for x in (*numbers, weight)):
             raise PartFault(
-                f"{name} returned metric {metric} = {_kind(value)} with weight {_kind(weight)}: real numbers are "
-                "expected"
+                f"{name} returned metric {metric} = {_kind(value)} with weight {_kind(weight)}: real numbers in the "
+                "range of a float are expected"
+            )
+        size = 4 if metric.endswith("explained_variance") else 1  # as observability/metrics.py has it
+        if len(numbers) != size:
+            raise PartFault(f"{name} returned metric {metric} of {len(numbers)} numbers: {size} expected")
+        if not 0.0 <= float(weight) < math.inf:
+            raise PartFault(
+                f"{name} returned metric {metric} with weight {float(weight)}: the number of items that the value is a "
+                "mean of is expected"
             )
 
 
@@ -226,10 +243,13 @@ def _require_name(name: str, metric: object) -> None:
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is a real number, or a tensor of one."""
+    """Whether it is a real number in the range of a float, or a tensor of one."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, Real | np.bool_)
+    try:
+        return isinstance(value, Real | np.bool_) and isinstance(float(value), float)
+    except OverflowError:
+        return False
 
 
 def _require_floats(what: str, value: object, like: Tensor, noun: str = "token") -> None:
@@ -266,7 +286,7 @@ def _require_value_loss(name: str, worth: Worth, batch: PackedBatch) -> None:
     if worth.num_values not in ("tokens", "turns"):
         raise PartFault(f"{name} returned num_values = {worth.num_values!r}: tokens or turns is expected")
     if not _is_number(worth.value_coef) or not math.isfinite(worth.value_coef):
-        raise PartFault(f"{name} returned value_coef = {worth.value_coef!r}: a finite number is expected")
+        raise PartFault(f"{name} returned value_coef = {worth.value_coef!r:.60}: a finite number is expected")
     values, targets, rows = worth.values, worth.targets, worth.value_rows
     if values is None or targets is None or rows is None or not len(rows):
         return
@@ -289,13 +309,13 @@ def _require_prepared(name: str, worth: Worth, expected: Tensor) -> None:
     if worth.values is not None:
         raise PartFault(
             f"{name} returned values, and its class says of_episodes = True: an episode whose prepared advantage is 0 "
-            "may be left out, and its values would not be fitted; take of_episodes = True out of it"
+            "may not be computed at all, and its values would not be fitted; take of_episodes = True out of it"
         )
     if not torch.allclose(worth.advantages, expected, rtol=0.0, atol=0.0, equal_nan=True):
         raise PartFault(
             f"{name} returned other advantages than prepared[scored.segment_ids], and its class says of_episodes = "
-            "True: advantages are whitened by those that it has prepared, and an episode with 0 may be left out; "
-            "return these, or take of_episodes = True out of it"
+            "True: the prepared ones decide which episodes are computed, and whitening takes its mean and deviation "
+            "from them; return these, or take of_episodes = True out of it"
         )
 
 

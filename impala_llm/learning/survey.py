@@ -67,9 +67,8 @@ class Survey:
         """Number, sum, and sum of squares of this rank's advantages, where they are those of whole episodes."""
         if not self._credit.of_episodes or update.prepared is None:
             return None
-        sizes = torch.tensor([float(t.num_action_tokens) for t in update.batch.trajectories], dtype=torch.float64)
-        advantages = update.prepared.double()
-        return [float(part.sum()) for part in (sizes, sizes * advantages, sizes * advantages.square())]
+        sizes = torch.tensor([t.num_action_tokens for t in update.batch.trajectories])
+        return _moments(update.prepared, sizes.double())
 
     @torch.no_grad()
     def _score(self, update: Update, keeps: bool) -> tuple[list[float], list[MetricValue]]:
@@ -97,8 +96,7 @@ class Survey:
         for indices, rows, values, measured, comparison in self._budget.in_micro_batches(
             taught, scored, take_part=self._take_part
         ):
-            advantages = values.advantages.double()
-            sums = (float(len(advantages)), float(advantages.sum()), float(advantages.square().sum()))
+            sums = _moments(values.advantages, torch.ones_like(values.advantages, dtype=torch.float64))
             moments = [total + part for total, part in zip(moments, sums, strict=True)]
             metrics += measured
             self._monitor.count(rows.recomputed, len(indices))
@@ -109,3 +107,14 @@ class Survey:
                 parts = values.split([t.num_action_tokens for t in trajectories])
                 update.at_start |= dict(zip(indices, parts, strict=True))
         return moments, metrics
+
+
+def _moments(advantages: torch.Tensor, sizes: torch.Tensor) -> list[float]:
+    """Number, sum, and sum of squares of advantages, each of which stands for as many tokens as `sizes` says.
+
+    Those that are not finite are passed over: whitened by them all would be NaN, whose cause could not be named. Their
+    own steps are left out.
+    """
+    finite = advantages.isfinite()
+    sizes, advantages = sizes[finite], advantages[finite].double()
+    return [float(part.sum()) for part in (sizes, sizes * advantages, sizes * advantages.square())]

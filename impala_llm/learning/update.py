@@ -139,12 +139,15 @@ class Update:
         if not math.isfinite(earned):
             check = "its rewards"
         elif number in self.without_advantage:
-            check = f"algorithm.credit={algorithm.credit.name}, whose advantages are not finite though its rewards are"
+            check = f"algorithm.credit={algorithm.credit.name}, whose advantages are not finite though the rewards are"
+            check += ", or set a lower learner.learning_rate" * algorithm.credit.uses_values
         else:
-            check = f"algorithm.loss={algorithm.loss.name}, since the episode's rewards are finite"
+            scale = "" if algorithm.credit.ignores_scale else "algorithm.normalize_reward=true or "
+            check = (
+                f"algorithm.loss={algorithm.loss.name}, since the episode's rewards are finite, or set {scale}a lower "
+                "learner.learning_rate"
+            )
         return (
             f"episode {first.episode_id} (task {first.task_id} of {first.env}, by {first.actor_id}, return "
-            f"{earned:g}){others}, at version {self.version}: check {check}, or "
-            f"set {'' if algorithm.credit.ignores_scale else 'algorithm.normalize_reward=true or '}a lower "
-            "learner.learning_rate"
+            f"{earned:g}){others}, at version {self.version}: check {check}"
         )

@@ -390,7 +390,7 @@ class MetricLog:
         no trace. Raises MetricError for an undeclared name, a negative weight, or more or fewer means than the kind of
         the metric has.
         """
-        kind = describe(name).kind
+        kind, weight = describe(name).kind, float(weight)
         if not weight >= 0.0:
             raise MetricError(f"metric {name!r}: weight must not be negative, got {weight}; pass the denominator")
         values = [float(number) for number in (value if isinstance(value, tuple) else (value,))]

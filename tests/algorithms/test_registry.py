@@ -19,6 +19,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
 OWN = """
 from dataclasses import dataclass
 from impala_llm.algorithms.interface import Credit, Prepared, Worth
+from impala_llm.algorithms.losses import PPOClip, Reinforce
 
 @dataclass
 class PlainReturn(Credit):
@@ -50,6 +51,11 @@ class Flagged(MyLoss):
 
     def problems(self, algorithm):
         return []  # its own, beside ours
+
+@dataclass
+class Clipped(Reinforce):
+    def __call__(self, scored, advantages):
+        return PPOClip()(scored, advantages)
 
 class NoLoss:
     pass
@@ -241,6 +247,10 @@ def test_a_name_alone_and_a_name_with_options_are_settings_of_files_and_words(tm
         (["algorithm.clip_low=0.1"], ["algorithm.clip_low=0.1", "unknown key", "algorithm.loss.clip_low"]),
         (["algorithm.advantage=vtrace"], ["algorithm.advantage=vtrace", "unknown key", "algorithm.credit"]),
         (["algorithm=dpo", "algorithm.loss=ppo_clip"], ["algorithm.loss=ppo_clip", "preference", "reinforce"]),
+        (
+            ["algorithm=dpo", "algorithm.loss=my_parts:Clipped"],
+            ["algorithm.loss=my_parts:Clipped", "preference", "set algorithm.loss=reinforce"],
+        ),
         (["algorithm=dpo", "algorithm.aggregate=token_mean"], ["algorithm.aggregate=token_mean", "preference"]),
         (["algorithm=dpo", "learner.epochs=2"], ["learner.epochs=2", "preference", "learner.epochs=1"]),
         (["algorithm=dpo", "learner.minibatches=2"], ["learner.minibatches=2", "preference", "learner.minibatches=1"]),

@@ -128,6 +128,23 @@ def test_nan_reaches_the_steps_before_it_and_no_other_row(loops: ModuleType, col
 
 
 @BOTH
+@DTYPES
+@pytest.mark.parametrize("steps", [64, 3000])
+def test_nan_reaches_the_steps_whose_weight_of_it_is_too_small_for_the_dtype(
+    loops: ModuleType, dtype: torch.dtype, steps: int
+) -> None:
+    ones, zeros = torch.ones(steps, dtype=dtype), torch.zeros(steps, dtype=dtype)
+    ratio = 0.01 * ones
+    rewards = zeros.clone()
+    rewards[-1] = NAN
+    segment_ids = torch.zeros(steps, dtype=torch.int64)
+    targets = loops.packed_targets(ratio, ones, rewards, zeros, zeros[:1], segment_ids, ALL_ONE)
+    in_columns = [x[:, None] for x in (ratio, ones, rewards, zeros)]
+    for vs, advantages in (targets, loops.padded_targets(*in_columns, zeros[:1], ALL_ONE)):
+        assert vs.isnan().all() and advantages.isnan().all()
+
+
+@BOTH
 @pytest.mark.parametrize("caps", [Caps(1.0, 1.0, 0.0), Caps(1.0, 0.0, 1.0)], ids=["lam", "c_bar"])
 @pytest.mark.parametrize("number", [NAN, math.inf])
 def test_an_error_with_the_weight_0_is_ignored(loops: ModuleType, caps: Caps, number: float) -> None:

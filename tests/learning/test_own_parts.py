@@ -116,12 +116,27 @@ def test_a_loss_s_mistake_is_named(act: Callable[..., Any], said: str, capsys: p
         (replace(FITTED, value_rows=-ONES.long()), "value_rows from -1 to -1: 0 to 0 is expected"),
         (replace(FITTED, num_values="turn"), "num_values = 'turn': tokens or turns is expected"),  # type: ignore[arg-type]
         (replace(FITTED, value_coef=None), "value_coef = None: a finite number is expected"),  # type: ignore[arg-type]
+        (Worth(ONES, value_coef=10**400), "value_coef = 10+: a finite number is expected"),
         (Worth(ONES, value_coef=float("nan")), "value_coef = nan: a finite number is expected"),
-        (Worth(ONES, metrics=[("m", "x", 1.0)]), "metric m = a str with weight a float: real numbers are expected"),  # type: ignore[list-item]
+        (Worth(ONES, metrics=[("m", "x", 1.0)]), "metric m = a str with weight a float: real numbers in"),  # type: ignore[list-item]
         (Worth(ONES, metrics=[("m", torch.tensor(1j), 1.0)]), "metric m = a tensor .* dtype complex64 with"),  # type: ignore[list-item]
         (Worth(ONES, metrics=[("m", (1.0, None), 1.0)]), "metric m = a tuple with weight a float"),  # type: ignore[list-item]
         (Worth(ONES, metrics=[("m", 1.0, None)]), "metric m = a float with weight a NoneType"),  # type: ignore[list-item]
         (Worth(ONES, metrics=[("m", ONES, 1.0)]), r"metric m = a tensor of shape \[3\]"),  # type: ignore[list-item]
+        (Worth(ONES, metrics=[("m", np.ones(3), 1.0)]), "metric m = a ndarray with"),  # type: ignore[list-item]
+        (Worth(ONES, metrics=[("m", np.array(1j), 1.0)]), "metric m = a ndarray with"),  # type: ignore[list-item]
+        (Worth(ONES, metrics=[("m", (1.0, 2.0), 1.0)]), "metric m of 2 numbers: 1 expected"),
+        (Worth(ONES, metrics=[("explained_variance", 1.0, 1.0)]), "metric explained_variance of 1 numbers: 4 expected"),
+        (Worth(ONES, metrics=[("m", 1.0, float("nan"))]), "metric m with weight nan: the number of items"),
+        (Worth(ONES, metrics=[("m", 1.0, float("inf"))]), "metric m with weight inf: the number of items"),
+        (Worth(ONES, metrics=[("m", 1.0, torch.tensor(-1.0))]), "metric m with weight -1.0: the number of items"),  # type: ignore[list-item]
+        (Worth(ONES, metrics=[("m", 10**400, 1.0)]), "metric m = a int with .*: real numbers in the range of a float"),
+        (Worth(ONES, metrics=[("m", 1.0, 10**400)]), "metric m = a float with weight a int: real numbers in the range"),
+        (
+            Worth(ONES, metrics=[("m", 1.0, 1.0), ("m", 2.0)]),  # type: ignore[list-item]
+            r"\('m', 2.0\) among its metrics: \(name, value, weight\) is expected",
+        ),
+        (Worth(ONES, metrics=3.0), "metrics = a float: a sequence of"),  # type: ignore[arg-type]
         (Worth(ONES, metrics=[(3, 1.0, 1.0)]), "a metric named 3: a text is expected"),  # type: ignore[list-item]
     ],
 )
@@ -160,15 +175,20 @@ def test_a_credit_of_episodes_returns_what_it_has_prepared() -> None:
                 PartFault, match="OwnCredit returned other advantages than prepared.*of_episodes = True"
             ):
                 call_credit(mine, scored(), BATCH, prepared)
-            assert call_credit(mine, scored(), BATCH, None) is worth, "it has prepared nothing"
 
 
-def test_a_credit_of_episodes_that_prepares_them_fits_no_values() -> None:
+def test_a_credit_of_episodes_fits_no_values() -> None:
     """Those of an episode that is not computed would not be fitted."""
     mine = OwnCreditOfEpisodes(name="mine:OwnCredit", worth=FITTED)
     with pytest.raises(PartFault, match="OwnCredit returned values.*of_episodes = True"):
         call_credit(mine, scored(), BATCH, torch.ones(1))
-    assert call_credit(mine, scored(), BATCH, None) is FITTED
+
+
+def test_a_credit_of_episodes_has_to_prepare_them() -> None:
+    """Nothing would say that all tokens of an episode have one advantage."""
+    mine = OwnCreditOfEpisodes(name="mine:OwnCredit")
+    with pytest.raises(PartFault, match="OwnCredit: prepare returned None, and its class says of_episodes = True"):
+        call_prepare(mine, episodes())
 
 
 @dataclass
@@ -217,6 +237,7 @@ def episodes(sum_over_ranks: Callable[..., Any] = list) -> Episodes:
         (lambda e: Prepared(e.returns, None), "returned metrics = a NoneType: a sequence"),
         (lambda e: Prepared(LEARNED), "returned advantages with a gradient.*: detach them"),
         (lambda e: Prepared(e.returns, [("m", "x", 1.0)]), "returned metric m = a str"),
+        (lambda e: Prepared(e.returns, [("m", (1.0, 2.0), 1.0)]), "returned metric m of 2 numbers: 1 exp"),
     ],
 )
 def test_a_mistake_in_a_credit_s_prepare_is_named(result: Callable[[Episodes], Any], said: str) -> None:
@@ -272,7 +293,14 @@ def test_what_is_right_comes_back_as_it_is() -> None:
     output = LossOutput(-tokens.log_probs, {"x_share": torch.tensor(0.5)}, ONES)
     assert call_loss(OwnLoss(lambda s, a: output), tokens, ONES) is output
     nothing = tokens.select(torch.zeros(N, dtype=torch.bool))
-    measured = [("m", 1, True), ("m", (ONES[0], np.float32(2.0)), ONES[:1]), ("m", np.bool_(True), 2)]
+    numbers = [
+        (1, True),
+        (np.float32(2.0), ONES[:1]),
+        (np.bool_(True), 2),
+        ((ONES[0],), np.array(1.0)),
+        (np.array(3), 0),
+    ]
+    measured = [("m", *each) for each in numbers] + [("explained_variance", (1.0, 2.0, 3.0, np.array(4.0)), 1.0)]
     of_two = Worth(ONES, LEARNED[:2], ONES[:2], torch.zeros(2, dtype=torch.int64), value_coef=0.5)
     for worth in (Worth(ONES), Worth(ONES, metrics=measured), FITTED, of_two):  # type: ignore[arg-type]
         assert call_credit(OwnCredit(name="mine:OwnCredit", worth=worth), tokens, BATCH, None) is worth

@@ -278,7 +278,6 @@ def test_what_leaves_the_reference_loses_reward_by_turns(tmp_path: Path) -> None
 class OfRows(Credit):
     """Gives each row its length, without having prepared that."""
 
-    of_episodes: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, str]] = {"length_mean": "mean length of a row"}
 
     def __call__(self, scored: Scored, batch: PackedBatch, prepared: torch.Tensor | None) -> Worth:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from impala_llm.algorithms.advantages import GroupRelative
-from impala_llm.algorithms.interface import Credit, LossOutput, PackedBatch, Scored, Worth
+from impala_llm.algorithms.interface import Credit, Episodes, LossOutput, PackedBatch, Prepared, Scored, Worth
 from impala_llm.algorithms.losses import PPOClip
 from impala_llm.algorithms.vtrace import GAE
 from impala_llm.learning.batch_source import Batch
@@ -322,6 +322,32 @@ def test_a_step_that_is_left_out_names_the_part_that_is_not_finite(
     trainer = Trainer(config, Ranks("cpu"), PolicyModel.from_pretrained(save_lm(tmp_path)))
     trainer.update(varied(), version=3, progress=0.0)
     assert re.search(f"A STEP IS LEFT OUT.*{said}", caplog.text), caplog.text
+
+
+@dataclass
+class PreparesNotANumber(GroupRelative):
+    """Prepares an advantage that is not finite for the fifth episode."""
+
+    def prepare(self, episodes: Episodes) -> Prepared:
+        prepared = super().prepare(episodes)
+        prepared.advantages[4] = torch.nan
+        return prepared
+
+
+@pytest.mark.parametrize("minibatches", [1, 3])
+@pytest.mark.parametrize("credit", [NotANumber(name="mine:Credit"), PreparesNotANumber(name="mine:Credit")])
+def test_whitening_spreads_no_advantage_that_is_not_finite(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, credit: Credit, minibatches: int
+) -> None:
+    """The episode that has it is named alone, and steps without it are made."""
+    config = make_config(credit, PPOClip(), max_staleness=None, whiten_advantages=True)
+    config.learner = LearnerConfig(token_budget=1000, warmup_updates=0, minibatches=minibatches)
+    trainer = Trainer(config, Ranks("cpu"), PolicyModel.from_pretrained(save_lm(tmp_path)))
+    trainer.update(varied(), version=3, progress=0.0)
+    said = caplog.text
+    assert re.search(r"A STEP IS LEFT OUT.*episode-4 \([^)]*\), at version 3: check algorithm.credit=mine:Credit", said)
+    assert "learning_rate" not in said and "normalize_reward" not in said, "neither is the cause"
+    assert trainer.log.flush()["optimizer/skipped"] == pytest.approx(1 / minibatches)
 
 
 def without_bonus(directory: Path, **algorithm: Any) -> Trainer:

@@ -3,6 +3,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
 from impala_llm.observability.metrics import METRICS, STAGES, Aggregation, MetricError, MetricLog, describe
 from impala_llm.observability.stages import StageTimer
@@ -95,6 +96,14 @@ def test_weight_zero_leaves_no_trace_and_a_negative_or_missing_one_is_refused() 
     for weight in (-1.0, math.nan):
         with pytest.raises(MetricError, match="weight"):
             log.add("loss/policy", 1.0, weight=weight)
+
+
+def test_a_state_holds_plain_numbers_whatever_was_added() -> None:
+    """As a credit of the user's may return tensors."""
+    log = MetricLog()
+    log.add("rollout/score", torch.tensor(1.0), torch.tensor([3.0]))  # type: ignore[arg-type]
+    [numbers] = log.state().values()
+    assert numbers == [3.0, 3.0] and all(type(number) is float for number in numbers)
 
 
 def test_flush_starts_over() -> None:
