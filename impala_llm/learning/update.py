@@ -140,7 +140,8 @@ class Update:
             check = "its rewards"
         elif number in self.without_advantage:
             check = f"algorithm.credit={algorithm.credit.name}, whose advantages are not finite though the rewards are"
-            check += ", or set a lower learner.learning_rate" * algorithm.credit.uses_values
+            if algorithm.credit.uses_values:  # values that have diverged
+                check += ", or set a lower learner.learning_rate"
         else:
             scale = "" if algorithm.credit.ignores_scale else "algorithm.normalize_reward=true or "
             check = (
