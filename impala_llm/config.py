@@ -40,7 +40,7 @@ from impala_llm.plugs import (
     option_fields,
     parts_with,
 )
-from impala_llm.processes.cgroups import most_cores
+from impala_llm.processes.cgroups import num_cores, thread_limit
 from impala_llm.settings import PACKAGE, AlgorithmConfig, Config, EngineConfig, EnvConfig, leaves, plain, written
 
 
@@ -357,23 +357,12 @@ def to_yaml(config: Config, only_in_force: bool = False) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(in_force(settings, config) if only_in_force else settings))
 
 
-def num_cores() -> int:
-    """Cores that this process may use, by its affinity and by the quota of its container."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return int(min(there, most_cores()))
-
-
 def threads_per_process(config: Config) -> int:
-    """Threads of each learner rank and actor, so that together they do not exceed the cores of this host.
+    """Threads of each learner rank and actor: together no more than this host's cores, each no more than the limit.
 
-    Oversubscribed OpenMP barriers spin and cost 5 to 100 times the work. Where other programs need cores of the host,
-    OMP_NUM_THREADS in the environment lowers the number.
+    Oversubscribed OpenMP barriers spin and cost 5 to 100 times the work.
     """
-    share = max(1, num_cores() // max(1, config.learner_processes_here + config.num_actors))
-    limit = os.environ.get("OMP_NUM_THREADS", "")
-    # torchrun sets it to 1 where it starts several ranks and the user has not set it.
-    is_of_torchrun = limit == "1" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1
-    return min(share, int(limit)) if limit.isdecimal() and int(limit) and not is_of_torchrun else share
+    return min(thread_limit(), max(1, num_cores() // max(1, config.learner_processes_here + config.num_actors)))
 
 
 def _of_group(key: str, known: Mapping[str, object]) -> str:
