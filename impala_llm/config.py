@@ -19,12 +19,12 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, GrammarParseError, InterpolationResolutionError, OmegaConfBaseException
 
 from impala_llm.checks.familiar_names import FAMILIAR_CHOICES, meant_by
 from impala_llm.checks.idle_settings import in_force
 from impala_llm.checks.settings_checks import problems
-from impala_llm.part_signatures import type_expected
+from impala_llm.part_signatures import escaped, type_expected
 from impala_llm.plugs import (
     AGENTS,
     ENGINES,
@@ -33,14 +33,14 @@ from impala_llm.plugs import (
     PartKind,
     check,
     closest,
-    escaped,
     installed_parts,
     make_part,
     name_part,
     option_fields,
     parts_with,
+    read_word,
 )
-from impala_llm.processes.cgroups import most_cores
+from impala_llm.processes.cgroups import num_cores, thread_limit
 from impala_llm.settings import PACKAGE, AlgorithmConfig, Config, EngineConfig, EnvConfig, leaves, plain, written
 
 
@@ -107,14 +107,15 @@ def load(overrides: Sequence[str] = (), left_out: Sequence[str] = ()) -> Config:
     assert isinstance(composed, _RawConfig)
     try:
         algorithm = {
-            name: make_part(kind, _values(getattr(composed.algorithm, name)), _words_of(kind, overrides))
+            name: make_part(kind, _values(getattr(composed.algorithm, name)), _words_of(kind, overrides, raw))
             for name, kind in algorithm_parts().items()
         }
         for writer in composed.run.metric_writers:
             check(METRIC_WRITERS, writer)
         if composed.agent.name is not None:
             check(AGENTS, composed.agent.name)
-        env, engine = _with_part(composed.env, ENVIRONMENTS, overrides), _with_part(composed.engine, ENGINES, overrides)
+        env = _with_part(composed.env, ENVIRONMENTS, _words_of(ENVIRONMENTS, overrides, raw))
+        engine = _with_part(composed.engine, ENGINES, _words_of(ENGINES, overrides, raw))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, overrides)) from None
     except ValueError as error:
@@ -142,12 +143,11 @@ def algorithm_parts() -> dict[str, PartKind]:
     return PARTS
 
 
-def _with_part(section: _Section, kind: PartKind, overrides: Sequence[str]) -> _Section:
+def _with_part(section: _Section, kind: PartKind, words: Sequence[tuple[str, Any]]) -> _Section:
     """A section with the part that files and words choose, and its options. ValueError where that cannot be."""
     slot = kind.options_key.rpartition(".")[2]
-    in_files = getattr(section, slot)
-    in_files = in_files if isinstance(in_files, dict) else {}
-    name, options = name_part(kind, section.name, in_files, _words_of(kind, overrides))
+    in_files = own if isinstance(own := getattr(section, slot), dict) else {}
+    name, options = name_part(kind, section.name, in_files, words)
     return replace(section, **{"name": name, slot: options})
 
 
@@ -174,8 +174,11 @@ def _values(in_files: Any) -> dict[str, Any]:
     return in_files if isinstance(in_files, dict) else {"name": in_files}
 
 
-def _words_of(kind: PartKind, overrides: Sequence[str]) -> list[str]:
-    return [word for word in overrides if _kind_of(word) is kind]
+def _words_of(kind: PartKind, overrides: Sequence[str], raw: DictConfig) -> list[tuple[str, Any]]:
+    """Key and value of the words for a part, which refer to the other settings as files do."""
+    read = [read_word(word) for word in overrides if _kind_of(word) is kind]
+    values: Any = OmegaConf.to_container(OmegaConf.create([value for _, value in read], parent=raw), resolve=True)
+    return [(key, value) for (key, _), value in zip(read, values, strict=True)]
 
 
 def _kind_of(word: str) -> PartKind | None:
@@ -279,6 +282,8 @@ def _settings_file(path: Path) -> DictConfig:
         settings = OmegaConf.create(text) if isinstance(yaml.safe_load(text), dict | list | None) else None
     except OSError as error:
         raise ConfigError(f"settings file {path} cannot be read ({error.strerror}): correct the path") from None
+    except GrammarParseError as error:
+        raise ConfigError(_unresolved(f"settings file {path}: {error.full_key}", error)) from None
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:  # not of UTF-8 included
         line = f", line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
@@ -357,23 +362,12 @@ def to_yaml(config: Config, only_in_force: bool = False) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(in_force(settings, config) if only_in_force else settings))
 
 
-def num_cores() -> int:
-    """Cores that this process may use, by its affinity and by the quota of its container."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return int(min(there, most_cores()))
-
-
 def threads_per_process(config: Config) -> int:
-    """Threads of each learner rank and actor, so that together they do not exceed the cores of this host.
+    """Threads of each learner rank and actor: together no more than this host's cores, each no more than the limit.
 
-    Oversubscribed OpenMP barriers spin and cost 5 to 100 times the work. Where other programs need cores of the host,
-    OMP_NUM_THREADS in the environment lowers the number.
+    Oversubscribed OpenMP barriers spin and cost 5 to 100 times the work.
     """
-    share = max(1, num_cores() // max(1, config.learner_processes_here + config.num_actors))
-    limit = os.environ.get("OMP_NUM_THREADS", "")
-    # torchrun sets it to 1 where it starts several ranks and the user has not set it.
-    is_of_torchrun = limit == "1" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1
-    return min(share, int(limit)) if limit.isdecimal() and int(limit) and not is_of_torchrun else share
+    return min(thread_limit(), max(1, num_cores() // max(1, config.learner_processes_here + config.num_actors)))
 
 
 def _of_group(key: str, known: Mapping[str, object]) -> str:
@@ -382,6 +376,17 @@ def _of_group(key: str, known: Mapping[str, object]) -> str:
     if not inside or key in known or _kind_of(key) is not None:
         return ""
     return f"{key} is a group of settings: set them one by one, such as {inside[0]}"
+
+
+def _unresolved(setting: str, error: OmegaConfBaseException) -> str:
+    """Sentence on a setting whose `${` refers to nothing."""
+    reason = str(error).splitlines()[0].rpartition(": ")[2].strip('"')
+    if isinstance(error, GrammarParseError):
+        reason = "it is no reference"
+    elif "ecursive" not in reason:
+        reason = f"what it refers to does not exist: {reason}"
+    fix = "write the value itself, with \\${ for ${, or correct the reference"
+    return f"{setting} cannot be resolved ({reason}): {fix}"
 
 
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
@@ -410,13 +415,11 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         if not isinstance(value, dict) and (reason := _of_group(key, known)):
             return f"settings file {file}: {key}={written(value)}: {reason}"
     referring = [word for word in given.items() if "${" in word[1]] or [w for w in in_file.items() if "${" in str(w[1])]
-    if referring and isinstance(error, InterpolationResolutionError):
-        reason = str(error).splitlines()[0].rpartition(": ")[2].strip('"')
-        missing = reason.split("'")[1::2]  # what it names in quotes, if anything
+    if referring and isinstance(error, InterpolationResolutionError | GrammarParseError):
+        missing = str(error).splitlines()[0].split("'")[1::2]  # what it names in quotes, if anything
         key, value = max(referring, key=lambda word: any(name in str(word[1]) for name in missing))
         where = "" if key in given else f"settings file {file}: "
-        why = reason if "ecursive" in reason else f"what it refers to does not exist: {reason}"
-        return f"{where}{key}={value} cannot be resolved ({why}): write the value itself, or correct what it refers to"
+        return _unresolved(f"{where}{key}={value}", error)
     for cause in causes:
         full_key = getattr(cause, "full_key", None)
         # A problem of a word of the command line names the word; any other one is in a file.

@@ -1,17 +1,25 @@
-"""Signatures and annotations of parts that users bring, as far as they tell before anything is called."""
+"""Signatures, annotations and defaults of parts that users bring, as far as they tell before anything is called."""
 
 import contextlib
+import copy
 import inspect
 import re
-from collections.abc import Sequence
-from dataclasses import Field, field, make_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 _TYPES = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 """Types as OmegaConf names them, in words."""
+_CONTAINERS = {
+    "is not a subclass of": "a mapping of its options",
+    "is not a ListConfig": "a list",
+    "to Dict[": "a mapping",
+    "to string": "a text",
+}
+"""Words of OmegaConf's, by which it refuses a value -> what is right in its place."""
 
 
 def other_methods(part: type, like: type) -> str:
@@ -76,8 +84,12 @@ def unusable_type(option: Field[Any], options: type) -> str:
     if get_origin(hint) is Literal:
         choices = ", ".join(f'"{choice}"' for choice in get_args(hint))
         return f"is a Literal: write {option.name}: str = one_of({choices}), with one_of of impala_llm.settings"
+    written = getattr(hint, "__name__", str(hint))
+    try:
+        OmegaConf.structured(make_dataclass("Option", [(option.name, hint)]))
+    except OmegaConfBaseException:
+        return f"is {written}, which is no type of a setting: write {option.name}: Any, with Any of typing"
     if option.default is None and hint not in (Any, type(None)) and type(None) not in get_args(hint):
-        written = getattr(hint, "__name__", str(hint))
         return f"is {written} and its default is None: write {option.name}: {written} | None = None"
     return ""
 
@@ -87,9 +99,72 @@ def type_expected(error: OmegaConfBaseException) -> str:
     reason = str(error.msg or error).splitlines()[0]
     if "is not Optional" in reason or "Incompatible value 'None'" in reason:
         return "it needs a value"
-    match = re.search(r"could not be converted to (\w+)|is not a valid (bool)", reason)
-    named = match and (match[1] or match[2])
-    return f"{_TYPES.get(named, named)} is expected" if named else reason
+    if match := re.search(r"could not be converted to (\w+)|is not a valid (bool)", reason):
+        named = match[1] or match[2]
+        return f"{_TYPES.get(named, named)} is expected"
+    return next((f"{expected} is expected" for said, expected in _CONTAINERS.items() if said in reason), reason)
+
+
+def wrong_value(key: str, read: DictConfig, option: str, value: Any, error: OmegaConfBaseException) -> str:
+    """Return a sentence with the value that OmegaConf refused, an option's or one inside of it, and with its default.
+
+    Args:
+        key: below which the options lie.
+        read: options with their defaults.
+        option: name of the option.
+        value: it was given.
+        error: by which OmegaConf refused it.
+    """
+    path = error.full_key or ""
+    given = _at(OmegaConf.create({option: escaped(value)}), path)
+    if not path.startswith(option) or given is MISSING:  # nothing is found behind a name with dots
+        path, given = option, value
+    outer, default, reason = path.rpartition(".")[0], _at(read, path), type_expected(error)
+    if isinstance(error, ConfigKeyError):
+        inside = _at(read, outer)
+        has = f": {key}.{outer} has {', '.join(inside)}" if outer and isinstance(inside, dict) else ""
+        return f"{key}.{path}={given} is no option{has}"
+    for container, expected in ((list, "a list"), (dict, "a mapping of its options")):
+        if isinstance(default, container) and not isinstance(given, container | None):
+            reason = f"{expected} is expected"
+    known = "" if default is MISSING else f"; the default is {default!r}"
+    return f"{key}.{path}={given} has the wrong type: {reason}{known}"
+
+
+def _at(settings: DictConfig, path: str) -> Any:
+    """Return the plain value at a path such as `inner.list[0]`; MISSING where there is none."""
+    found = OmegaConf.select(settings, path, default=MISSING)
+    return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+
+
+def with_defaults(options: type) -> Any:
+    """Return an instance of a dataclass from which OmegaConf reads its defaults, `${` in their texts as itself.
+
+    It was not initialised: what has no default is `???`, which OmegaConf takes for a value that is missing.
+    """
+    instance: Any = object.__new__(options)
+    for each in fields(options):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        object.__setattr__(instance, each.name, "???" if default is MISSING else escaped(default))
+    return instance
+
+
+def escaped(value: Any) -> Any:
+    """Return a copy of a value for OmegaConf to read, in whose texts `${` stands for itself and refers to nothing.
+
+    Backslashes before it are doubled, as OmegaConf's grammar wants it.
+    """
+    if isinstance(value, Mapping):
+        return {key: escaped(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [escaped(inner) for inner in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        value = copy.copy(value)
+        for each in fields(value):
+            object.__setattr__(value, each.name, escaped(getattr(value, each.name)))
+        return value
+    # Other texts stay as they are: one may be a member of an enumeration.
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) and "${" in value else value
 
 
 def takes_any(part: Any) -> bool:
@@ -121,7 +196,7 @@ def parameters_of(part: Any) -> type | None:
             given = {"default_factory": each.default.copy} if is_mutable else {"default": each.default}
         for hint in (hints.get(each.name, Any), Any):
             try:
-                OmegaConf.structured(make_dataclass("Parameter", [(each.name, hint, field(**given))]))
+                OmegaConf.structured(with_defaults(make_dataclass("Parameter", [(each.name, hint, field(**given))])))
             except (OmegaConfBaseException, ValueError, TypeError):
                 continue
             found.append((each.name, hint, field(**given)))

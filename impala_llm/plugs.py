@@ -10,11 +10,11 @@ named.
 
 import contextlib
 import difflib
+import functools
 import importlib
 import inspect
 import json
 import os
-import re
 import sys
 import sysconfig
 import traceback
@@ -25,16 +25,20 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from impala_llm.part_signatures import (
+    escaped,
     other_methods,
     other_signature,
     parameters_of,
     takes_any,
     type_expected,
     unusable_type,
+    with_defaults,
+    wrong_value,
 )
 from impala_llm.processes.stop_signals import ToldToStop
 
@@ -193,7 +197,7 @@ def import_path(kind: PartKind, name: str) -> Any:
     if name in installed:
         return installed[name]
     names = [*kind.packaged, *(each for each in installed if each not in kind.packaged)]
-    close = closest(name, names) or (":".join(name.rsplit(".", 1)) if "." in name else "")
+    close = closest(name, names) or (":".join(name.rsplit(".", 1)) if "." in name.strip(".") else "")
     hint = f"did you mean {close}? " if close else ""
     choices = f"choose one of {', '.join(names)}, or " if names else "give "
     own = "module:Class" if kind.base else "module:Class or module:function"
@@ -201,7 +205,9 @@ def import_path(kind: PartKind, name: str) -> Any:
 
 
 def closest(name: str, names: Iterable[str]) -> str:
-    """Return the one of some names that is most like a name, or begins like it, whatever their case; "" where none."""
+    """Return the one of `names` that is most like `name`, else one that begins like it; "" if none. Case is ignored."""
+    if not name:
+        return ""
     lower = {each.lower(): each for each in names}
     begins = {each[: len(name)]: whole for each, whole in lower.items()}
     found = [known[each] for known in (lower, begins) for each in difflib.get_close_matches(name.lower(), known, n=1)]
@@ -214,13 +220,14 @@ def installed_parts(kind: PartKind) -> dict[str, str]:
 
 
 def short_name(kind: PartKind, name: str) -> str:
-    """Return the short name of the packaged part that a name of any sort leads to; any other name as it is.
-
-    Raises:
-        ValueError: there is no such part.
-    """
-    path = import_path(kind, name)
-    return next((short for short, part in kind.packaged.items() if part == path), name)
+    """Return the short name of the packaged part that a name of any sort leads to; any other name as it is."""
+    if name in kind.packaged:
+        return name
+    path = name if ":" in name else installed_parts(kind).get(name)
+    for short, part in kind.packaged.items():
+        if path == (part if isinstance(part, str) else f"{part.__module__}:{part.__qualname__}"):
+            return short
+    return name
 
 
 def _imported(path: str) -> Any:
@@ -242,32 +249,34 @@ def _imported(path: str) -> Any:
         reason = " ".join(str(error).split())
         where = "" if is_absent else raised_at(error)
         raise ValueError(f"cannot be imported ({module}: {type(error).__name__}: {reason}{where}): {fix}") from error
-    for name in names.split("."):
+    parts = names.split(".")
+    for place, name in enumerate(parts):
         holder, found = found, getattr(found, name, None)
         if found is None:
-            meant = closest(name, [each for each in dir(holder) if not each.startswith("_")])
-            hint = f": did you mean {path.removesuffix(names)}{names.replace(name, meant)}?" if meant else ""
+            meant = [closest(name, [each for each in dir(holder) if not each.startswith("_")]), *parts[place + 1 :]]
+            there = functools.reduce(lambda inner, each: getattr(inner, each, None), meant, holder)
+            hint = "" if there is None else f": did you mean {module}:{'.'.join(parts[:place] + meant)}?"
             raise ValueError(f"is not there: {module} has no {names}{hint}")
     return found
 
 
-def choose(kind: PartKind, name: Any, values: Mapping[str, Any], words: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """Return the name of a part and the values of its options, from files and words, for `make_options`.
+def choose(
+    kind: PartKind, name: Any, values: Mapping[str, Any], words: Sequence[tuple[str, Any]]
+) -> tuple[str, dict[str, Any]]:
+    """Return the name of a part, a packaged one's short name, and the values of its options, from files and words.
 
     A word that chooses another part than the files do leaves their options behind: those were for theirs.
 
     Args:
         name: in the files.
-        values: options in the files, references to other settings resolved.
-        words: `key=NAME` and `options_key.option=value`, see `read_word`.
+        values: options in the files. References to other settings are resolved, in the words too.
+        words: key and value of `key=NAME` and `options_key.option=value`.
 
     Raises:
         ValueError: options that are none.
-        HydraException: a word that cannot be read.
     """
     chosen, given = name, dict[Any, Any]()
-    for word in words:
-        key, value = read_word(word)
+    for key, value in words:
         if key == kind.options_key and isinstance(value, Mapping):
             given |= value
         elif key == kind.key:
@@ -284,32 +293,23 @@ def choose(kind: PartKind, name: Any, values: Mapping[str, Any], words: Sequence
             inner[last] = value
         if kind.base:  # whose parts have their name beside their options
             chosen = given.pop("name", chosen)
-    return "null" if chosen is None else str(chosen), given if chosen != name else _merged(escaped(values), given)
-
-
-def escaped(value: Any) -> Any:
-    """Return a value from which OmegaConf reads this one: in its texts `${` stands for itself, and refers to nothing.
-
-    Backslashes before it are doubled, as OmegaConf's grammar wants it.
-    """
-    if isinstance(value, Mapping):
-        return {key: escaped(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [escaped(inner) for inner in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+    of_files, found = (short_name(kind, "null" if each is None else str(each)) for each in (name, chosen))
+    return found, given if found != of_files else _merged(values, given)
 
 
 def read_word(word: str) -> tuple[str, Any]:
     """Key and value of `key=value` in Hydra's grammar; a list or mapping may be JSON, whose quoted keys that lacks.
 
     Raises:
-        HydraException: it cannot be read.
+        HydraException: it cannot be read, or has several values.
     """
     key, _, value = word.lstrip("+").partition("=")
     if value.startswith(("{", "[")):
         with contextlib.suppress(json.JSONDecodeError):
             return key, json.loads(value)
     [parsed] = OverridesParser.create().parse_overrides([word.lstrip("+")])
+    if parsed.is_sweep_override():
+        raise HydraException(f"Ambiguous value for argument '{word}'")  # as Hydra says it of other words
     return parsed.key_or_group, parsed.value()
 
 
@@ -333,7 +333,7 @@ def make_options(kind: PartKind, name: str, options: type | None, values: Mappin
     Args:
         name: of the part, for messages.
         options: their dataclass, which for a kind with `base` is the part; None where there are none.
-        values: by field, as OmegaConf reads them, see `escaped`.
+        values: by field.
 
     Returns:
         The dataclass; None where the part has no options.
@@ -343,49 +343,54 @@ def make_options(kind: PartKind, name: str, options: type | None, values: Mappin
     """
     key, chosen = kind.options_key, f"{kind.key}={name}"
     declared = [] if options is None else option_fields(options) if kind.base else fields(options)
-    own = {f.name: f.default for f in declared}
+    own = [f.name for f in declared]
     for option, value in values.items():
         if option not in own:
-            meant = _meant_option(kind, name, option, list(own))
+            meant = _meant_option(kind, name, option, own)
             raise ValueError(f"{key}.{option}={value} is no option of {chosen}: {meant}")
     if options is None:
         return None
     for f in declared:
         if reason := unusable_type(f, options):
             raise ValueError(f"{chosen} cannot be used: its option {f.name} {reason}")
-    named = {"name": name} if kind.base else {}
+    option, value, defaults = "", None, None
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(options), dict(values), named))
+        defaults = with_defaults(options)
+        read = merged = OmegaConf.structured(defaults)
+        for option, value in ({**values, "name": name} if kind.base else values).items():
+            merged = OmegaConf.merge(merged, {option: escaped(value)})
+        return OmegaConf.to_object(merged)
+    except MissingMandatoryValue as error:
+        missing = f"{key}.{error.full_key} is not set, and {chosen} has no default for it: set it"
+        raise ValueError(missing) from None
     except OmegaConfBaseException as error:
-        option, reason = error.full_key or "", type_expected(error)
-        if isinstance(error, MissingMandatoryValue):
-            raise ValueError(f"{key}.{option} is not set, and {chosen} has no default for it: set it") from None
-        if option in own and option not in values:
-            what = f"{chosen} cannot be used: the default {own[option]!r} of its option {option}"
-            raise ValueError(f"{what} has the wrong type: {reason}") from None
-        raise ValueError(
-            f"{key}.{option}={values.get(option)} has the wrong type: {reason}; the default is {own.get(option)!r}"
-        ) from None
+        if option:
+            raise ValueError(wrong_value(key, read, option, value, error)) from None
+        of = str(error.full_key).partition("[")[0]
+        default = f"default {getattr(defaults, of)!r}" if hasattr(defaults, of) else "default"
+        what = f"the {default} of its option {error.full_key} has the wrong type: {type_expected(error)}"
+        raise ValueError(f"{chosen} cannot be used: {what}") from None
     except Exception as error:  # its __post_init__ is other people's code
         reason = (str(error).splitlines() or [""])[0]
         raise ValueError(f"{chosen} refuses its options: {type(error).__name__}: {reason}") from error
 
 
-def make_part(kind: PartKind, in_files: Mapping[str, Any], words: Sequence[str]) -> Any:
+def make_part(kind: PartKind, in_files: Mapping[str, Any], words: Sequence[tuple[str, Any]]) -> Any:
     """Make the part that settings name, of a kind whose parts are dataclasses. For what is given and raised see
     `choose` and `make_options`."""
     name, values = choose(kind, in_files.get("name"), {k: v for k, v in in_files.items() if k != "name"}, words)
     return make_options(kind, name, load(kind, name), values)
 
 
-def name_part(kind: PartKind, name: str, values: Mapping[str, Any], words: Sequence[str]) -> tuple[str, Any]:
+def name_part(
+    kind: PartKind, name: str, values: Mapping[str, Any], words: Sequence[tuple[str, Any]]
+) -> tuple[str, Any]:
     """Return the name of a part and its options, of a kind whose parts are called later on; see `choose`.
 
     Raises:
         ValueError: see `load` and `make_options`.
     """
     name, chosen = choose(kind, name, values, words)
-    name = short_name(kind, name)  # what compares names shall know a packaged part under any of them
     part = None if name in kind.settings else load(kind, name)
     options: Any = getattr(part, "Options", None)
     if options is not None and not (isinstance(options, type) and is_dataclass(options)):
@@ -395,9 +400,8 @@ def name_part(kind: PartKind, name: str, values: Mapping[str, Any], words: Seque
     parameters = parameters_of(part)
     own = [] if parameters is None else [each.name for each in fields(parameters)]
     others = {option: value for option, value in chosen.items() if option not in own} if takes_any(part) else {}
-    resolved: Any = OmegaConf.to_container(OmegaConf.create(others), resolve=True)
     named = make_options(kind, name, parameters, {k: v for k, v in chosen.items() if k not in others})
-    return name, {**({} if named is None else vars(named)), **resolved} or None
+    return name, {**({} if named is None else vars(named)), **others} or None
 
 
 def check_call(kind: PartKind, name: str, part: Any, *given: Any, **arguments: Any) -> None:

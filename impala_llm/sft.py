@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from impala_llm.config import ConfigError, num_cores, to_yaml
+from impala_llm.config import ConfigError, to_yaml
 from impala_llm.demonstrations import DemonstrationError
 from impala_llm.engines.base import ModelRefused
 from impala_llm.envs.webshop.learned_catalogues import with_learned
@@ -45,6 +45,7 @@ from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.observability.metrics import MetricLog
 from impala_llm.observability.writers import MetricWriter
+from impala_llm.processes.cgroups import thread_limit
 from impala_llm.processes.compiled_code import keep_compiled_code
 from impala_llm.processes.stop_signals import StopSignals
 from impala_llm.processes.supervised import say
@@ -349,7 +350,7 @@ def warm_start(config: Config, folders: Sequence[Path]) -> Path:
 def main(config: Config, folders: Sequence[Path]) -> int:
     """`impala-llm sft`. Returns the exit code: 2 for what will fail again, 4 where the disk refused the policy, 130
     after Ctrl-C."""
-    prepare_cpu(int(os.environ.get("OMP_NUM_THREADS") or num_cores()))
+    prepare_cpu(thread_limit())
     prepare_cuda(config.model.cuda_products)
     keep_compiled_code(Path(config.sft.dir) / "compiled")
     try:

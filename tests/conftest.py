@@ -41,8 +41,9 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put those with a long time limit first: at the end they would leave other workers without work. Put an item's
-    `xdist_group` behind an `@` at the end of its id, where the scheduler of pytest-xdist looks.
+    """Sort tests by their time limit, the longest first: a long test that began last would keep one worker busy while
+    the others have nothing to do. Write an item's `xdist_group` at the end of its id, behind an `@`, where the
+    scheduler of pytest-xdist looks for it.
 
     Since pytest 9.2 an id is of a type of its own, in another attribute: pytest-xdist 3.8 writes to the one before, the
     groups have no effect, and each worker starts the servers that the tests of a group share (its issue 1386).

@@ -95,7 +95,7 @@ def test_cores_are_divided_among_all_processes_of_the_host(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"), [("1", "1"), ("2", "2"), ("8", "3"), ("", "3"), ("0", "3"), ("4,2", "3")]
+    ("limit", "expected"), [("1", "1"), (" 2", "2"), ("8", "3"), ("", "3"), ("0", "3"), ("2,1", "2")]
 )
 def test_processes_have_no_more_threads_than_the_environment_says(
     limit: str, expected: str, monkeypatch: pytest.MonkeyPatch
@@ -110,7 +110,20 @@ def test_the_limit_that_torchrun_sets_for_several_ranks_is_none_of_the_users(mon
     have_cores(monkeypatch, 16)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert threads_per_process(load(OVERRIDES)) == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # for one rank it sets none
+    assert threads_per_process(load(OVERRIDES)) == 1
+
+
+def test_ranks_that_the_supervisor_starts_obey_the_users_limit_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    have_cores(monkeypatch, 16)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config = load(OVERRIDES)
+    [learner] = [child for child in launch.plan(config, OVERRIDES) if child.num_ranks is not None]
+    for name, value in (learner.environment | learner.rank_environment(0, "token")).items():
+        monkeypatch.setenv(name, value)
+    assert threads_per_process(config) == 1
 
 
 def test_the_learners_ranks_take_no_cores_of_a_host_of_actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from impala_llm.learning.checkpoints.folder_owner import FolderTaken
 from impala_llm.learning.checkpoints.resume import Start, check_folder
 from impala_llm.learning.origin import start_model
 from impala_llm.learning.publishing import VersionPublisher
-from impala_llm.learning.ranks.parallel import Ranks
+from impala_llm.learning.ranks.parallel import Ranks, check_ranks
 from impala_llm.learning.training_time import share_done
 from impala_llm.pipeline.learner_endpoint import newest_board
 from impala_llm.pipeline.shm.run_directory import RunDirectory, find_run, remove_run_dir
@@ -275,3 +275,9 @@ def test_a_learner_that_is_refused_leaves_the_settings_of_the_living_one(tmp_pat
     with RunDirectory.create(name):
         assert main([f"run.name={name}", f"run.dir={tmp_path}", "run.resume=true"]) == 2
     assert (tmp_path / "config.yaml").read_text() == "of the living one"
+
+
+def test_a_variable_of_torchruns_that_is_empty_is_one_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
+    check_ranks(load(["experiment=toy", "learner.num_ranks=2"]))

@@ -98,7 +98,8 @@ def _rules_of_learning(config: Config) -> list[_Rule]:
         # A fitted head of this width, beside the weights of model.path, is kept also where nothing trains it.
         (not algorithm.credit.uses_values and config.model.path == "scratch", ["model.value_hidden_size"], no_head),
         (not algorithm.credit.uses_values, ["learner.value_learning_rate"], no_head),
-        # The study's runs have the one as a word for every credit; the other, but 0, is refused also in a file.
+        # Not refused here: the study gives value_trunk_gradient as a word with every credit, and a value_warmup_updates
+        # other than 0 is refused by settings_checks, in files too.
         (not algorithm.credit.uses_values, ["model.value_trunk_gradient", "learner.value_warmup_updates"],
          no_head._replace(is_refused=False)),
         (algorithm.credit.ignores_turn_ratio, ["algorithm.credit.turn_ratio"],

@@ -3,6 +3,7 @@
 from typing import Any
 
 from impala_llm.plugs import raised_at
+from impala_llm.processes.stop_signals import ToldToStop
 from impala_llm.settings import AlgorithmConfig, CreditSettings, LossSettings
 
 
@@ -19,7 +20,9 @@ def problems_of(part: CreditSettings | LossSettings, algorithm: AlgorithmConfig)
         found: Any = part.problems(algorithm)
         if isinstance(found, list | tuple) and all(isinstance(each, str) for each in found):
             return list(found)
-    except Exception as error:  # it may be other people's code
+    except (KeyboardInterrupt, ToldToStop):
+        raise
+    except BaseException as error:  # it may be other people's code, which may exit too
         reason = " ".join(str(error).split())
         return [f"{unusable} raised {type(error).__name__}: {reason}{raised_at(error)}: correct it"]
     return [f"{unusable} returned {found!r}: a list of sentences is expected, an empty one where there are none"]

@@ -34,7 +34,7 @@ from impala_llm.commands.preflight import (
     cpp_compiler,
     training_checks,
 )
-from impala_llm.config import ConfigError, load, num_cores, threads_per_process
+from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.engines.sglang.external_server import absent_servers
 from impala_llm.engines.sglang.launch_args import find_python
 from impala_llm.envs import contract
@@ -46,7 +46,7 @@ from impala_llm.hosts import TcpEndpoint, check_connect, rank_endpoint, resolve
 from impala_llm.observability.terminal import working
 from impala_llm.pipeline.network.listener import try_to_connect
 from impala_llm.pipeline.shm.run_directory import shared_memory
-from impala_llm.processes.cgroups import most_memory
+from impala_llm.processes.cgroups import most_memory, num_cores
 from impala_llm.settings import Config, model_directory
 
 SHOWN_VERSIONS = ("torch", "transformers", "numpy", "pyzmq", "numba", "safetensors")

@@ -74,7 +74,7 @@ def main(words: Sequence[str]) -> int:
     if not name.isidentifier() or keyword.iskeyword(name):
         print(f"impala-llm new-env {name}: give it the name of a new module, such as my_env", file=sys.stderr)
         return 2
-    is_pythons = name in sys.stdlib_module_names
+    is_pythons = name in (*sys.stdlib_module_names, "__main__")  # which has no specification to be found
     if is_pythons or importlib.util.find_spec(name) is not None:
         there = "Python has" if is_pythons else "there is"
         print(

@@ -80,7 +80,7 @@ def tasks(suite: Suite, split: Split, asked_by: str = "evaluation.split") -> Seq
 
 
 def shared_tasks(suite: Suite, split: Split) -> str:
-    """A sentence where a split shares tasks with training, so that its scores are not of unseen ones; else empty."""
+    """Return a sentence if a split shares tasks with training, so that its scores are not of unseen tasks; else ""."""
     if split == "train":
         return ""
     shared = set(tasks(suite, split))

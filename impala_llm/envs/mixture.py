@@ -15,7 +15,7 @@ from impala_llm.checks.settings_checks import field_problems
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import SPLITS, Split, Suite
 from impala_llm.envs.single_turn import Result
-from impala_llm.plugs import ENVIRONMENTS, escaped, make_options, name_part, short_name
+from impala_llm.plugs import ENVIRONMENTS, make_options, name_part, short_name
 from impala_llm.settings import EnvConfig, WebShopConfig
 
 _MOST_TASKS = 1_000_000
@@ -140,7 +140,7 @@ def _config(name: str, part: Mapping[str, Any]) -> EnvConfig:
     here, key = f"env.args.parts.{name}", f"{ENVIRONMENTS.options_key}."
     try:
         if short_name(ENVIRONMENTS, str(part["name"])) == "webshop":
-            shop = make_options(ENVIRONMENTS, "webshop", WebShopConfig, escaped(args))
+            shop = make_options(ENVIRONMENTS, "webshop", WebShopConfig, args)
             config = EnvConfig(name="webshop", webshop=shop)
             found = field_problems(config.webshop, key)
         else:

@@ -1,13 +1,30 @@
-"""Limits of this process's control groups, such as those of a container: cores and memory.
+"""Cores, threads and memory that this process may use, by its control groups, such as those of a container.
 
 A container sees all cores and all the memory of its host; what it may use of them stands in files of cgroups(7) alone.
 """
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use, by its affinity and by the quota of its container."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return int(min(there, most_cores()))
+
+
+def thread_limit() -> int:
+    """Return the first number in OMP_NUM_THREADS, which may be a list; the number of cores where there is none.
+
+    The 1 that torchrun sets for several ranks, where the user has set nothing, does not count.
+    """
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    is_torchruns = given == "1" and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_WORLD_SIZE") != "1"
+    return int(given) if given.isdecimal() and int(given) and not is_torchruns else num_cores()
 
 
 def most_cores() -> float:

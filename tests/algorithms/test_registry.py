@@ -66,6 +66,16 @@ class Raising(MyLoss):
         return [algorithm.no_such_setting]
 
 @dataclass
+class Exiting(MyLoss):
+    def problems(self, algorithm):
+        raise SystemExit(3)
+
+@dataclass
+class Interrupted(MyLoss):
+    def problems(self, algorithm):
+        raise KeyboardInterrupt
+
+@dataclass
 class Silent(MyLoss):
     def problems(self, algorithm):
         pass
@@ -288,6 +298,7 @@ def test_a_name_alone_and_a_name_with_options_are_settings_of_files_and_words(tm
                 "my_parts.py:",
             ],
         ),
+        (["algorithm.loss=my_parts:Exiting"], ["my_parts:Exiting cannot be used: its problems() raised SystemExit: 3"]),
         (
             ["algorithm.loss=my_parts:Silent"],
             ["algorithm.loss=my_parts:Silent cannot be used: its problems() returned None", "list of sentences"],
@@ -308,6 +319,28 @@ def test_what_cannot_be_chosen_is_refused_with_what_can(own: Path, words: list[s
     assert len(str(caught.value).splitlines()) == 1
     for word in said:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["algorithm.loss", "algorithm.credit", "env", "env.name", "engine.name"])
+def test_a_name_that_is_empty_means_none(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}= is not known: choose one of "):
+        load(["model=scratch", f"{key}="])
+    with pytest.raises(ConfigError, match="^run.metric_writers= is not known: choose one of "):
+        load(["model=scratch", "run.metric_writers=['']"])
+
+
+def test_a_packaged_part_has_its_short_name_under_any_of_its_names(tmp_path: Path) -> None:
+    path = f"{VTrace.__module__}:{VTrace.__qualname__}"
+    config = load(["model=scratch", "algorithm=vtrace", f"algorithm.credit={path}", "algorithm.credit.discount=0.5"])
+    assert config.algorithm.credit == VTrace(name="vtrace", discount=0.5)
+    (tmp_path / "saved.yaml").write_text(to_yaml(config))
+    words = [f"experiment={tmp_path}/saved.yaml", f"algorithm.credit={path}"]
+    assert load(words).algorithm == config.algorithm, "the options in the file are this part's"
+
+
+def test_ctrl_c_in_problems_of_a_part_ends_the_command(own: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        load(["model=scratch", "algorithm.loss=my_parts:Interrupted"])
 
 
 def test_problems_of_a_part_of_the_users_own_are_told_one_by_one(own: Path) -> None:

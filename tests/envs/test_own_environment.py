@@ -18,13 +18,14 @@ from tests.system.forked_command import forked_command
 
 RECIPE = Path(__file__).parents[2] / "docs" / "environments.md"
 OWN = ["model=scratch", "env=my_env:NextLetter"]
+NESTED = ["env=odd:Nested", "env.args.seed=1"]
 
 ODD = """
 import enum
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 class Empty:
     name, system_prompt = "empty", ""
@@ -79,6 +80,31 @@ class Vague(Empty):
     @dataclass
     class Options:
         limit: float = None
+
+class Objects(Empty):
+    @dataclass
+    class Options:
+        thing: object = None
+
+@dataclass
+class Inner:
+    x: int = 1
+    price: str = "${price}"
+
+class Nested(Empty):
+    @dataclass
+    class Options:
+        seed: int
+        prompt: str = "Price: ${price}"
+        mark: str = "${"
+        inner: Inner = field(default_factory=Inner)
+        items: list[int] = field(default_factory=lambda: [1])
+        thing: Any = None
+
+def priced(price: str = "Price: ${price}", mark: str = "${", marks: list[str] = ["${a}"]):
+    suite = Empty()
+    suite.args = {"price": price, "mark": mark, "marks": marks}
+    return suite
 
 class Typed(Empty):
     def __init__(self, thing: "Absent | None" = None, names: set = {"a"}, size: "int" = 1):
@@ -175,6 +201,41 @@ def test_who_takes_arguments_of_any_name_gets_them(own: Path) -> None:
         load([*words, "env.args.size=many"])
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [("size", "${run.seed}", 7), ("depth", "${run.seed}", 7), ("depth", r"\${run.seed}", "${run.seed}")],
+)
+def test_a_word_for_an_option_refers_to_other_settings_as_a_file_does(
+    own: Path, option: str, value: str, expected: object
+) -> None:
+    (own / "mine.yaml").write_text(f"env: {{name: 'odd:make_any', args: {{{option}: '{value}'}}}}")
+    for word in (f"env.args.{option}='{value}'", f"env.args={{{option}: '{value}'}}", "experiment=mine.yaml"):
+        config = load(["model=scratch", "env=odd:make_any", "run.seed=7", word])
+        assert config.env.args[option] == expected  # type: ignore[index]
+
+
+@pytest.mark.parametrize("option", ["size", "depth"])
+@pytest.mark.parametrize(("value", "reason"), [("${nope}", "'nope' not found"), ("${", "it is no reference")])
+def test_an_option_that_refers_to_nothing_is_named(own: Path, option: str, value: str, reason: str) -> None:
+    (own / "mine.yaml").write_text(f"env: {{name: 'odd:make_any', args: {{{option}: '{value}'}}}}")
+    for word in (f"env.args.{option}='{value}'", "experiment=mine.yaml"):
+        with pytest.raises(ConfigError, match=rf"env\.args\.{option}.* cannot be resolved .*{reason}") as caught:
+            load(["model=scratch", "env=odd:make_any", word])
+        assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_default_may_have_the_signs_of_a_reference_in_it(own: Path) -> None:
+    suite = make_suite(load(["model=scratch", "env=odd:priced"]).env)
+    expected = {"price": "Price: ${price}", "mark": "${", "marks": ["${a}"]}
+    assert suite.args == expected  # type: ignore[attr-defined]
+    config = load(["model=scratch", *NESTED, "env.args.thing={a: [1]}"])
+    options = config.env.args
+    assert (options.prompt, options.mark, options.inner.price) == ("Price: ${price}", "${", "${price}")
+    assert options.thing == {"a": [1]}
+    (own / "saved.yaml").write_text(to_yaml(config))
+    assert load(["experiment=saved.yaml"]) == config
+
+
 def test_parameters_whose_types_or_defaults_are_no_settings_harm_no_others(own: Path) -> None:
     suite = make_suite(load(["model=scratch", "env=odd:Typed", "env.args.size=3"]).env)
     assert (suite.size, suite.names) == (3, {"a"})
@@ -219,6 +280,26 @@ def test_what_was_saved_loads_again(own: Path) -> None:
         (["env.name=odd:Chosen"], ["its option side is a Literal", 'side: str = one_of("left", "right")']),
         (["env.name=odd:Postponed"], ["odd:Postponed refuses its options", "'Absent' is not defined"]),
         (["env.name=odd:Vague", "env.args.limit=3"], ["limit is float and its default is None", "limit: float | None"]),
+        (
+            ["env.name=odd:Objects"],
+            ["its option thing is object, which is no type of a setting: write thing: Any, with Any of typing"],
+        ),
+        ([*NESTED, "env.args.seed=x"], ["env.args.seed=x has the wrong type: a whole number is expected"]),
+        (
+            [*NESTED, "env.args.inner.x=q"],
+            ["env.args.inner.x=q has the wrong type: a whole number is expected; the default is 1"],
+        ),
+        (
+            [*NESTED, "env.args.inner=3"],
+            ["env.args.inner=3 has the wrong type: a mapping of its options is expected; the default is {'x': 1, "],
+        ),
+        ([*NESTED, "env.args.inner.y=3"], ["env.args.inner.y=3 is no option: env.args.inner has x, price"]),
+        (
+            [*NESTED, "env.args.items=3"],
+            ["env.args.items=3 has the wrong type: a list is expected; the default is [1]"],
+        ),
+        ([*NESTED, "env.args.items=[a]"], ["env.args.items[0]=a has the wrong type: a whole number is expected"]),
+        ([*NESTED, "env.args.seed=1,2"], ["env.args.seed=1,2 has several values"]),
         (["env.name=wrong:suite"], ["env.name=wrong:suite", "wrong: SyntaxError", "correct it"]),
         (["env=my_env:nextleter"], ["my_env has no nextleter", "did you mean my_env:NextLetter?"]),
         (["env.name=my_env:Chess"], ["env.name=my_env:Chess", "my_env has no Chess"]),
@@ -253,6 +334,22 @@ def test_what_does_not_exist_is_refused_with_what_does(own: Path, words: list[st
     assert len(str(caught.value).splitlines()) == 1
     for word in said:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Empt.signature", "odd has no Empt.signature: did you mean odd:Empty.signature?"),
+        ("Empt.other", "odd has no Empt.other"),
+        ("Nested.Nest", "odd has no Nested.Nest: did you mean odd:Nested.Nester?"),
+    ],
+)
+def test_a_name_that_is_suggested_exists(own: Path, name: str, said: str) -> None:
+    with (own / "odd.py").open("a") as file:
+        file.write("Nested.Nester = Empty\n")
+    with pytest.raises(ConfigError) as caught:
+        load(["model=scratch", f"env.name=odd:{name}"])
+    assert str(caught.value) == f"env.name=odd:{name} is not there: {said}"
 
 
 def test_an_installed_package_gives_it_a_short_name(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +421,12 @@ def test_new_env_writes_over_nothing(user_folder: Path, capsys: pytest.CaptureFi
     assert [path.name for path in user_folder.iterdir()] == ["test_guess.py"]
     for name in ("my-env", "class", ""):
         assert main(["new-env", name]) == 2 and "name of a new module" in capsys.readouterr().err
-    for name, there in (("numpy", "there is"), ("impala_llm", "there is"), ("json", "Python has")):
+    for name, there in (
+        ("numpy", "there is"),
+        ("impala_llm", "there is"),
+        ("json", "Python has"),
+        ("__main__", "Python has"),
+    ):
         assert main(["new-env", name]) == 2
         assert f"new-env {name}: {there} a package or module {name} already" in capsys.readouterr().err
         assert not Path(f"{name}.py").exists()

@@ -93,6 +93,18 @@ def test_the_same_command_goes_on_from_the_checkpoint(settings: list[str]) -> No
     assert how_to_start(load([*settings, *others])).run_id == 77
 
 
+@pytest.mark.parametrize("resume", ["auto", "true"])
+def test_a_packaged_part_by_another_name_is_the_same_part(resume: str, settings: list[str]) -> None:
+    settings = [*settings, "algorithm.credit.normalize_std=false", f"run.resume={resume}"]
+    file = make_run(settings, 20) / "config.yaml"
+    path = "impala_llm.algorithms.advantages:GroupRelative"
+    assert f"name: {path}" not in file.read_text()
+    same = ([*settings, f"algorithm.credit={path}"], [f"experiment={file}", f"algorithm.credit={path}"])
+    assert [how_to_start(load(words)) for words in same] == [Start(run_id=77)] * 2
+    file.write_text(file.read_text().replace("name: group_relative\n", f"name: {path}\n"))  # of an earlier release
+    assert path in file.read_text() and how_to_start(load(settings)) == Start(run_id=77)
+
+
 def test_what_a_process_that_died_left_in_memory_is_taken_over(settings: list[str]) -> None:
     folder = make_run(settings, 20)
     code = (

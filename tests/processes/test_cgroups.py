@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from impala_llm.commands import doctor
-from impala_llm.config import load, num_cores, threads_per_process
+from impala_llm.config import load, threads_per_process
 from impala_llm.processes import cgroups
 
 UNLIMITED_V1 = "9223372036854771712"
@@ -65,7 +65,7 @@ def test_the_cores_of_a_container_are_those_of_its_quota(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     lay_out(tmp_path, files)
-    assert num_cores() == cores
+    assert cgroups.num_cores() == cores
     assert threads_per_process(load(["experiment=toy", "learner.num_ranks=1", "actor.num_actors=1"])) == max(
         1, cores // 2
     )

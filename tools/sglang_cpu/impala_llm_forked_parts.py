@@ -1,7 +1,8 @@
 """Starts the parts of an SGLang server on a CPU as forks of it; a .pth file loads it at interpreter start.
 
 Why: scheduler and detokenizer are spawned, so that each imports torch and SGLang again, which takes most of the 19 s
-until a server answers: with forks 8 s. SGLang spawns because a fork cannot use CUDA, which there is none of here.
+until a server answers: with forks 8 s. SGLang spawns because a forked process cannot use CUDA,
+which no process of a server on a CPU does.
 """
 
 import multiprocessing
@@ -11,7 +12,7 @@ _set_start_method = multiprocessing.set_start_method
 
 
 def set_start_method(method: str | None, force: bool = False) -> None:
-    """As in multiprocessing, but for "spawn" in the processes of a server on a CPU."""
+    """Do as multiprocessing does, except that a server on a CPU forks where it asks for "spawn"."""
     forks = method == "spawn" and os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
     _set_start_method("fork" if forks else method, force)
 

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from impala_llm.checks.idle_settings import in_force
-from impala_llm.config import ConfigError
+from impala_llm.config import ConfigError, algorithm_parts
 from impala_llm.learning.checkpoints.files import FOLDER, NEW, RESERVED, CheckpointManifest, VersionMark, newest_whole
 from impala_llm.learning.checkpoints.folder_owner import RUN_FIX, wait_for_owner
 from impala_llm.learning.checkpoints.kept_settings import keep_settings
@@ -29,6 +29,7 @@ from impala_llm.pipeline.shm.run_directory import (
     shared_memory,
 )
 from impala_llm.pipeline.shm.store_header import settings_of
+from impala_llm.plugs import short_name
 from impala_llm.processes.supervised import LOST_OWNER, SUPERVISED
 from impala_llm.settings import Config, holds_run, leaves, model_directory, plain, written
 from impala_llm.writable_folders import try_to_write, writing_to
@@ -339,15 +340,18 @@ def _differing(config: Config, folder: Path) -> list[tuple[str, object, object]]
     if not isinstance(before, dict):
         return None
     found: list[tuple[str, object, object]] = []
-    compared = in_force(before, config)
+    compared, kinds = in_force(before, config), {f"{kind.key}.name": kind for kind in algorithm_parts().values()}
     for key, now in leaves(config):
-        value, is_there = compared, True
+        value: Any = compared
+        is_there = True
         for part in key.split("."):
             is_there = isinstance(value, dict) and part in value
             if not is_there:
                 break
             value = value[part]
         now = plain(now)  # as the file has it
+        if is_there and key in kinds:
+            value = short_name(kinds[key], str(value))  # runs of an earlier release may have a longer one
         # A setting that had no effect is not there.
         if is_there and value != now and not (key in _DIRECTORIES and _is_same_directory(value, now)):
             found.append((key, value, now))

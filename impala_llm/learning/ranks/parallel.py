@@ -345,7 +345,7 @@ def is_shared(tensor: Tensor) -> bool:
 def check_ranks(config: Config) -> None:
     """ConfigError where the ranks that were started, by torchrun as a rule, are not those that can work together."""
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks)))
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE") or num_ranks)
     if num_here != num_ranks:
         raise ConfigError(
             f"torchrun started {num_ranks} ranks, {num_here} of them on this host: the ranks of a learner share the "

@@ -108,7 +108,7 @@ def write_tensors(
             info = layout.infos[name]
             sums[name] = _write_tensor(target[info.start : info.end], info.dtype, tensors[name][2])
 
-    if num_threads == 1:  # without sorting, which takes a version of 25 MB 0.2 ms of its 2.4
+    if num_threads == 1:  # needs no order, and sorting takes 0.2 of the 2.4 ms in which 25 MB are written
         write(iter(layout.infos))
         return [sums[name] for name in layout.infos]
     in_memory = {name for name in layout.infos if isinstance(_data(tensors[name][2]), np.ndarray)}
