@@ -41,17 +41,24 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort tests by their time limit, the longest first: a long test that began last would keep one worker busy while
-    the others have nothing to do. Write an item's `xdist_group` at the end of its id, behind an `@`, where the
-    scheduler of pytest-xdist looks for it.
+    """Sort tests by their time limit, the longest first, and those that start processes before all others: a long test
+    that began last would keep one worker busy while the others have nothing to do. Let system tests be run once more
+    when they fail: a busy machine can be late for a deadline. Write an item's `xdist_group` at the end of its id,
+    behind an `@`, where the scheduler of pytest-xdist looks for it.
 
     Since pytest 9.2 an id is of a type of its own, in another attribute: pytest-xdist 3.8 writes to the one before, the
     groups have no effect, and each worker starts the servers that the tests of a group share (its issue 1386).
     """
     if not getattr(config.option, "loadgroup", False):
         return  # no worker, or one that takes tests in another way
-    items.sort(key=lambda item: -next((mark.args[0] for mark in item.iter_markers("timeout")), 0))
+
+    def begins_at(item: pytest.Item) -> tuple[float, bool]:
+        return -next((mark.args[0] for mark in item.iter_markers("timeout")), 0), "system" not in item.keywords
+
+    items.sort(key=begins_at)
     for item in items:
+        if "system" in item.keywords:
+            item.add_marker(pytest.mark.flaky(reruns=1))
         group = "_".join(sorted({mark.args[0] for mark in item.iter_markers("xdist_group")}))
         if group and not item.nodeid.endswith(f"@{group}") and hasattr(item, "_id"):
             item._id = type(item._id).parse(f"{item.nodeid}@{group}")

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.multiprocessing import start_processes
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from impala_llm.bench._learner_loops import random_row
@@ -35,9 +35,9 @@ from impala_llm.learning.policy.attention import FLEX, SEGMENTS
 from impala_llm.learning.policy.attention_choice import choose_attention, options
 from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.policy.products import prepare_cuda
-from impala_llm.learning.ranks.parallel import Ranks
+from impala_llm.learning.ranks.parallel import Ranks, exit_process
 from impala_llm.pipeline.shm.run_directory import shared_memory
-from impala_llm.processes.child_processes import FAMILY, Child, end
+from impala_llm.processes.supervised import RENDEZVOUS
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
 
@@ -117,6 +117,7 @@ def train(folder: Path, *words: str, until: int | None = None) -> tuple[int, lis
     """
     name = f"gpu-check-{folder.name}-{os.getpid()}"
     command = [sys.executable, "-m", "impala_llm.cli", "train", f"run.name={name}", f"run.dir={folder}"]
+    command += ["run.terminal=false", "replay.capacity_mb=64", *words]
     log = folder.with_suffix(".log")
     metrics = folder / "tensorboard" / "metrics.jsonl"
 
@@ -125,7 +126,7 @@ def train(folder: Path, *words: str, until: int | None = None) -> tuple[int, lis
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     with log.open("ab") as out:
-        run = subprocess.Popen([*command, "run.terminal=false", *words], stdout=out, stderr=out)
+        run = subprocess.Popen(command, stdout=out, stderr=out)
         while run.poll() is None and (until is None or len(rows()) < until):
             time.sleep(0.1)
         if run.poll() is None:
@@ -303,36 +304,33 @@ def compare_learners(
 def train_ranks(device: str, folder: Path, number: int, sharding: str) -> dict[str, Tensor]:
     """The parameters, whole, after some updates."""
     output = folder / f"{number}-{sharding.replace(' ', '-')}"
-    environment = {**os.environ, FAMILY: uuid.uuid4().hex}
-    command = [sys.executable, __file__, "--rank", device, str(folder / "model"), str(output), sharding]
-    learner = Child("ranks", command, output.with_suffix(".log"), environment, number, folder)
-    try:
-        learner.start()
-        while learner.poll() is None:
-            time.sleep(0.05)
-        if learner.poll() != 0:
-            raise SystemExit(f"{number} ranks, {sharding}: exit code {learner.poll()}{learner.last_log_line()}")
-    finally:
-        end([learner], polite=False)
+    meeting = f"file://{folder}/meeting-{output.name}"
+    # Forks have all modules imported, and cannot use CUDA.
+    method = "fork" if device == "cpu" else "spawn"
+    start_processes(
+        train_rank, (number, meeting, device, folder / "model", output, sharding), number, start_method=method
+    )
     return load_file(output)
 
 
-def train_rank(device: str, policy: str, output: str, sharding: str) -> None:
-    """One rank, as `train_ranks` starts it."""
+def train_rank(rank: int, num_ranks: int, meeting: str, device: str, policy: Path, output: Path, sharding: str) -> None:
+    """One rank, as `train_ranks` starts it. The process ends with it."""
+    total = str(num_ranks)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": total, "LOCAL_WORLD_SIZE": total}
+    os.environ[RENDEZVOUS] = meeting
     torch.set_num_threads(1)
     prepare_cuda("float32")
-    num_ranks = int(os.environ["WORLD_SIZE"])
     words = [
         *("model=scratch", "algorithm=ppo", f"learner.num_ranks={num_ranks}", "learner.batch_size=12"),
         *("learner.warmup_updates=0", f"learner.sharding={sharding.partition(' ')[0]}"),
         f"learner.cpu_offload={'true' if sharding == OFFLOADED else 'false'}",
     ]
     config = load(words)
-    config.model.path = policy
+    config.model.path = str(policy)
     config.learner.token_budget = 150  # many micro-batches, unlike in number between ranks
     here = Ranks(device, 120.0, config.learner.sharding, config.learner.cpu_offload)
     torch.manual_seed(0)
-    model = PolicyModel.from_pretrained(Path(policy), value_trunk_gradient=True)
+    model = PolicyModel.from_pretrained(policy, value_trunk_gradient=True)
     here.place(model)
     share = episodes([9, 57, 130, 33, 12, 80, 20, 41, 64, 15, 99, 28], 512)[here.rank :: num_ranks]
     batch = Batch(tuple(share), (1.0,) * len(share), tuple(range(len(share))), 1.0)
@@ -343,6 +341,7 @@ def train_rank(device: str, policy: str, output: str, sharding: str) -> None:
     if here.is_main:
         save_file({name: p.detach().cpu().contiguous().clone() for name, p in whole.items()}, output)
     here.close()
+    exit_process(0)
 
 
 def sglang_disk(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
@@ -476,9 +475,6 @@ PARTS: dict[str, Callable[[dict[str, Any], Path], tuple[bool, str]]] = {
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 where the part came to a result."""
-    if argv[0] == "--rank":
-        train_rank(*argv[1:])
-        return 0
     prepare_cuda("float32")
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         passed, figure = PARTS[argv[0]](json.loads(argv[1]), Path(folder))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every check of the repository, in a virtual environment that it makes itself. Arguments go to both pytest runs:
+# Every check of the repository, in a virtual environment that it makes itself. Arguments go to pytest:
 #   tools/test.sh                          everything
 #   tools/test.sh tests/envs -k reward     the linters, and of the tests only these
 #   IMPALA_LLM_EXAMPLES=10 tools/test.sh   ten times as many random examples in the tests of decoders and tickets
@@ -20,23 +20,12 @@ if [ -z "${SKIP_SGLANG:-}${IMPALA_LLM_SGLANG_PYTHON:-}" ]; then
   "$root/tools/install_sglang_cpu.sh" >"$reports/sglang.log" 2>&1 &
   installing=$!
 fi
-collected=0
 
 check() {
   local name=$1
   shift
   echo "== $name"
   "$@" || failed+=("$name")
-}
-
-# pytest's status 5 is "no test selected": a narrow selection leaves one of the two runs empty.
-run_pytest() {
-  local name=$1 status=0
-  shift
-  pytest -rsR --junitxml "$reports/$name.xml" "$@" || status=$?
-  [ "$status" -eq 5 ] && return 0
-  collected=1
-  return "$status"
 }
 
 check "ruff format" ruff format --check .
@@ -48,12 +37,17 @@ if [ -n "$installing" ]; then
   installing=
   cat "$reports/sglang.log"
 fi
-check "fast tests" run_pytest fast -m "not system" -n 3 --dist worksteal "$@"
-# They start real processes, and a busy machine can be late for a deadline: one that fails is played once more. pytest's
-# own summary names each RERUN; one that comes again and again is a defect of the test or the product. Three at a
-# time, also on two cores, since each waits for a quarter of its time; those that share a server or a process, or look for
-# what others leave in shared memory, are a group.
-check "system tests" run_pytest system -m system -n 3 --dist loadgroup --reruns 1 "$@"
+# Three at a time, also on two cores, since those that start processes wait for a quarter of their time; what they share,
+# such as a server, makes a group. pytest's own summary names each RERUN, see tests/conftest.py: one that comes again and
+# again is a defect of the test or the product.
+echo "== tests"
+status=0
+pytest -rsR --junitxml "$reports/tests.xml" -n 3 --dist loadgroup "$@" || status=$?
+case $status in
+  0) ;;
+  5) failed+=("no test was selected") ;;
+  *) failed+=("tests") ;;
+esac
 
 echo "== summary"
 python - "$reports" <<'PY'
@@ -68,7 +62,6 @@ wanting = sum("NO SGLANG HERE" in (skip.get("message") or "") for suite in suite
 if wanting:
     print(f"{wanting} TESTS SKIPPED FOR WANT OF SGLANG: tools/install_sglang_cpu.sh installs it")
 PY
-[ "$collected" -eq 1 ] || failed+=("no test was selected")
 if [ "${#failed[@]}" -gt 0 ]; then
   printf 'FAILED: %s\n' "${failed[@]}"
   exit 1
