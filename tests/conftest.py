@@ -52,10 +52,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not getattr(config.option, "loadgroup", False):
         return  # no worker, or one that takes tests in another way
 
-    def begins_at(item: pytest.Item) -> tuple[float, bool]:
+    def order(item: pytest.Item) -> tuple[float, bool]:
         return -next((mark.args[0] for mark in item.iter_markers("timeout")), 0), "system" not in item.keywords
 
-    items.sort(key=begins_at)
+    items.sort(key=order)
     for item in items:
         if "system" in item.keywords:
             item.add_marker(pytest.mark.flaky(reruns=1))

@@ -314,7 +314,7 @@ def train_ranks(device: str, folder: Path, number: int, sharding: str) -> dict[s
 
 
 def train_rank(rank: int, num_ranks: int, meeting: str, device: str, policy: Path, output: Path, sharding: str) -> None:
-    """One rank, as `train_ranks` starts it. The process ends with it."""
+    """One rank, as `train_ranks` starts it."""
     total = str(num_ranks)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": total, "LOCAL_WORLD_SIZE": total}
     os.environ[RENDEZVOUS] = meeting
@@ -341,7 +341,7 @@ def train_rank(rank: int, num_ranks: int, meeting: str, device: str, policy: Pat
     if here.is_main:
         save_file({name: p.detach().cpu().contiguous().clone() for name, p in whole.items()}, output)
     here.close()
-    exit_process(0)
+    exit_process(0)  # the finalization of the interpreter may abort
 
 
 def sglang_disk(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:

@@ -38,6 +38,7 @@ def reserved_bytes(config: Config) -> dict[str, int]:
 
 
 def memory_problems(config: Config) -> list[str]:
+    """Shared memory of a run that this host does not have."""
     return _shortage(reserved_bytes(config), left_bytes(config.run.name))
 
 

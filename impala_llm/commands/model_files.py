@@ -75,7 +75,8 @@ def adapter_problems(config: Config) -> list[str]:
     lora, directory = config.model.lora, model_directory(config.model.path)
     if not lora.rank or lora.targets == ["all-linear"] or directory is None:
         return []
-    matrices = {name.removesuffix(".weight"): shape for name, shape in _tensor_shapes(directory) if len(shape) == 2}
+    shapes = _tensor_shapes(config.model.path)
+    matrices = {name.removesuffix(".weight"): shape for name, shape in shapes if len(shape) == 2}
     unknown = [t for t in lora.targets if matrices and not any(f".{name}".endswith(f".{t}") for name in matrices)]
     num_tokens = vocab_size(directory)  # rows of embeddings, which are refused
     there = ", ".join(sorted({name.rpartition(".")[2] for name, (n, _) in matrices.items() if n != num_tokens}))
@@ -138,8 +139,7 @@ def float32_bytes(path: str) -> int:
     Returns:
         0 where the model is made from scratch, or cannot be read.
     """
-    directory = model_directory(path)
-    return sum(4 * math.prod(shape) for _, shape in _tensor_shapes(directory)) if directory else 0
+    return sum(4 * math.prod(shape) for _, shape in _tensor_shapes(path))
 
 
 def layer_parameters(path: str) -> int:
@@ -151,14 +151,15 @@ def layer_parameters(path: str) -> int:
     Returns:
         0 where the model is made from scratch, or cannot be read.
     """
-    directory = model_directory(path)
-    shapes = _tensor_shapes(directory) if directory else ()
+    shapes = _tensor_shapes(path)
     return sum(math.prod(shape) for name, shape in shapes if len(shape) > 1 and re.search(r"\.\d+\.", name))
 
 
-def _tensor_shapes(directory: Path) -> Iterator[tuple[str, list[int]]]:
-    """Names and shapes of a model's tensors. Files that cannot be read are left out: `_model` reports them."""
-    for file in directory.glob("*.safetensors"):
+def _tensor_shapes(path: str) -> Iterator[tuple[str, list[int]]]:
+    """Names and shapes of the tensors of a `model.path`; none where the model is made from scratch. Files that cannot
+    be read are left out: `model_problems` reports them."""
+    directory = model_directory(path)
+    for file in directory.glob("*.safetensors") if directory else ():
         with contextlib.suppress(OSError, SafetensorError), safe_open(file, "np") as tensors:
             names = tensors.keys()  # it is no dict
             yield from ((name, tensors.get_slice(name).get_shape()) for name in names)
