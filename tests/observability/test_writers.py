@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -380,10 +381,15 @@ def test_standard_output_on_a_full_disk_ends_no_training_and_leaves_its_exit_cod
     assert [line["step"] for line in read_lines(own)] == [1, 2]
 
 
-def test_what_a_resumed_run_makes_again_replaces_what_was_there(tmp_path: Path) -> None:
+def test_what_a_resumed_run_makes_again_replaces_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with MetricWriter(tmp_path) as writer:
         for step in range(1, 7):
             writer.write(step, {"rollout/score": step / 10})
+    # TensorBoard reads files in the order of their names: by second, and within one as text, the 10th before the 9th.
+    resumed_at = time.time() + 1
+    monkeypatch.setattr(time, "time", lambda: resumed_at)
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"step": 7, "rollout/sc')
     with MetricWriter(tmp_path, after=4) as writer:
