@@ -376,7 +376,7 @@ def sglang(settings: dict[str, Any], folder: Path, transfer: str) -> tuple[bool,
 def checkpoint(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
     """A run that is killed, loses its shared memory and continues from its checkpoint, against an undisturbed one."""
     words = (
-        *("experiment=corridor", "algorithm.max_staleness=0", "learner.total_updates=24", "learner.batch_size=32"),
+        *("experiment=corridor", "algorithm.max_staleness=0", "learner.total_updates=12", "learner.batch_size=32"),
         *("actor.num_actors=1", f"model.device={settings['device']}"),
     )
     _, whole = train(folder / "whole", *words)
@@ -388,7 +388,7 @@ def checkpoint(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
     size = statistics.fmean(abs(row["loss/total"]) for row in whole)
     log = (folder / "lost.log").read_text()
     begin = next((line for line in log.splitlines() if "going on from" in line), "")
-    passed = bool(begin) and len(last) == len(whole) == 24 and worst < SAME * size
+    passed = bool(begin) and len(last) == len(whole) == 12 and worst < SAME * size
     return passed, f"losses differ by {worst:.1e} at most; {begin.partition(', checkpoint')[0] or 'it began anew'}"
 
 
@@ -396,8 +396,8 @@ def speed(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
     """Whole updates of the learner on rows of uneven length, in bfloat16 on a GPU, by each attention that it could take
     there; all tokens are trained on."""
     is_gpu = settings["device"] == "cuda"
-    width, layers, num_rows, longest = (1536, 16, 64, 1024) if is_gpu else (128, 3, 16, 256)
-    path = Path(settings["model"]) if settings["model"] else save_model(folder / "model", width, layers, 32000, 0.02)
+    shape, num_rows, longest = ((1536, 16, 32000), 64, 1024) if is_gpu else ((128, 3, 4096), 16, 256)
+    path = Path(settings["model"]) if settings["model"] else save_model(folder / "model", *shape, 0.02)
     precision = "bfloat16" if is_gpu else "float32"
     budget = 16384 if is_gpu else 2048
     words = ["model=scratch", "algorithm=ppo", f"learner.batch_size={num_rows}", f"learner.precision={precision}"]

@@ -133,7 +133,7 @@ def test_ctrl_c_again_and_again_ends_learner_and_actor_quietly_and_keeps_the_pol
 @pytest.mark.system
 def test_the_defaults_begin_with_a_policy_that_scores(tmp_path: Path) -> None:
     """Nothing would be learned from scores that are 0 throughout."""
-    with Run(tmp_path, "learner.total_updates=2") as run:
+    with Run(tmp_path, "learner.total_updates=2", "learner.batch_size=16") as run:
         assert run.train().wait(280) == 0, run.printed()
         assert min(column(run.rows(), "rollout/score")) > 0.2
         run.assert_gone()
@@ -298,7 +298,7 @@ def test_actors_of_the_tool_end_on_a_signal_and_without_a_learner(tmp_path: Path
 
 @pytest.mark.system
 def test_a_killed_supervisor_takes_its_processes_along_and_the_next_run_of_the_name_begins_anew(tmp_path: Path) -> None:
-    with Run(tmp_path, "experiment=toy", "learner.num_ranks=2", "actor.num_actors=2", ENDLESS) as run:
+    with Run(tmp_path, "experiment=toy", "learner.num_ranks=2", "actor.num_actors=1", ENDLESS) as run:
         supervisor = run.train(as_users_do=True)
         run.wait_for_updates(3)
         supervisor.kill()
@@ -309,7 +309,7 @@ def test_a_killed_supervisor_takes_its_processes_along_and_the_next_run_of_the_n
             time.sleep(0.05)
         for folder in ("tensorboard", "checkpoints"):
             shutil.rmtree(tmp_path / folder)
-        supervisor = run.train(as_users_do=True)
+        supervisor = run.train()
         run.wait_for_updates(3)
         assert column(run.rows(), "step")[0] == 1
         supervisor.send_signal(signal.SIGTERM)
