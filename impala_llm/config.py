@@ -4,10 +4,9 @@ Invariant: every `Config` has been checked. `load` composes it from configs/ and
 any process, socket or file exists, with sentences that name key, value and fix. No other module reads raw Hydra dicts.
 """
 
-import gc
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -19,11 +18,27 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, GrammarParseError, InterpolationResolutionError, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigKeyError,
+    GrammarParseError,
+    InterpolationResolutionError,
+    InterpolationValidationError,
+    OmegaConfBaseException,
+)
 
 from impala_llm.checks.familiar_names import FAMILIAR_CHOICES, meant_by
 from impala_llm.checks.idle_settings import in_force
 from impala_llm.checks.settings_checks import problems
+from impala_llm.part_settings import (
+    algorithm_parts,
+    as_plain,
+    choose_part,
+    culprit,
+    flat,
+    kind_of,
+    kinds,
+    part_values,
+)
 from impala_llm.part_signatures import escaped, type_expected
 from impala_llm.plugs import (
     AGENTS,
@@ -74,6 +89,7 @@ class _RawConfig(Config):
 ConfigStore.instance().store(name="schema", node=_RawConfig)
 
 
+_NO_REFERENCE = "it is no reference"
 _Section = TypeVar("_Section", EnvConfig, EngineConfig)
 
 
@@ -91,31 +107,37 @@ def load(overrides: Sequence[str] = (), left_out: Sequence[str] = ()) -> Config:
     """
     overrides = [present_word(word) for word in overrides]
     refuse_unknown_keys(overrides)
+    _refuse_bad_references(overrides)
     overrides = [f"{word.removesuffix('=None')}=null" if word.endswith("=None") else word for word in overrides]
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
-            words = _hydra_words([word for word in overrides if _kind_of(word) is None], left_out)
+            words = _hydra_words([word for word in overrides if kind_of(word) is None], left_out)
             raw = compose("config", overrides=words)
             if "experiment=file" in words:
                 _leave_options_behind(raw, words)
-        composed = OmegaConf.to_object(raw)
     except ConfigError:
         raise
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_explain(error, overrides)) from None
-    assert isinstance(composed, _RawConfig)
     try:
+        for kind in kinds():
+            choose_part(raw, kind, overrides)
+        composed = OmegaConf.to_object(raw)
+        assert isinstance(composed, _RawConfig)
         algorithm = {
-            name: make_part(kind, _values(getattr(composed.algorithm, name)), _words_of(kind, overrides, raw))
+            name: make_part(kind, part_values(getattr(composed.algorithm, name)))
             for name, kind in algorithm_parts().items()
         }
         for writer in composed.run.metric_writers:
             check(METRIC_WRITERS, writer)
         if composed.agent.name is not None:
             check(AGENTS, composed.agent.name)
-        env = _with_part(composed.env, ENVIRONMENTS, _words_of(ENVIRONMENTS, overrides, raw))
-        engine = _with_part(composed.engine, ENGINES, _words_of(ENGINES, overrides, raw))
+        env, engine = _with_part(composed.env, ENVIRONMENTS), _with_part(composed.engine, ENGINES)
+    except InterpolationValidationError as error:  # it leads to a value of a wrong type
+        raise ConfigError(_explain(error, overrides)) from None
+    except InterpolationResolutionError as error:
+        raise ConfigError(_explain_reference(error, overrides, raw)) from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, overrides)) from None
     except ValueError as error:
@@ -129,25 +151,11 @@ def load(overrides: Sequence[str] = (), left_out: Sequence[str] = ()) -> Config:
     return config
 
 
-@cache
-def algorithm_parts() -> dict[str, PartKind]:
-    """Kinds of parts by the setting of `AlgorithmConfig` that names one. They bring torch, which takes seconds to load:
-    what needs no settings, such as `impala-llm --help`, does without."""
-    was_enabled = gc.isenabled()
-    gc.disable()  # there is no garbage among what is imported, and to look for it takes a fifth of the time
-    try:
-        from impala_llm.algorithms.registry import PARTS
-    finally:
-        if was_enabled:
-            gc.enable()
-    return PARTS
-
-
-def _with_part(section: _Section, kind: PartKind, words: Sequence[tuple[str, Any]]) -> _Section:
-    """A section with the part that files and words choose, and its options. ValueError where that cannot be."""
+def _with_part(section: _Section, kind: PartKind) -> _Section:
+    """A section with the short name and the options of the part that it names. ValueError where that cannot be."""
     slot = kind.options_key.rpartition(".")[2]
-    in_files = own if isinstance(own := getattr(section, slot), dict) else {}
-    name, options = name_part(kind, section.name, in_files, words)
+    given = own if isinstance(own := getattr(section, slot), dict) else {}
+    name, options = name_part(kind, section.name, given)
     return replace(section, **{"name": name, slot: options})
 
 
@@ -167,27 +175,6 @@ def present_word(word: str) -> str:
         if is_named and not os.path.isfile(config_folder() / group / f"{value}.yaml"):
             return f"{kind.key}={value}"
     return word
-
-
-def _values(in_files: Any) -> dict[str, Any]:
-    """The settings of a part as files compose them: what is no mapping stands for its name."""
-    return in_files if isinstance(in_files, dict) else {"name": in_files}
-
-
-def _words_of(kind: PartKind, overrides: Sequence[str], raw: DictConfig) -> list[tuple[str, Any]]:
-    """Key and value of the words for a part, which refer to the other settings as files do."""
-    read = [read_word(word) for word in overrides if _kind_of(word) is kind]
-    values: Any = OmegaConf.to_container(OmegaConf.create([value for _, value in read], parent=raw), resolve=True)
-    return [(key, value) for (key, _), value in zip(read, values, strict=True)]
-
-
-def _kind_of(word: str) -> PartKind | None:
-    """The kind of part that a word names or sets an option of."""
-    key = word.lstrip("+").partition("=")[0]
-    for kind in (*algorithm_parts().values(), ENVIRONMENTS, ENGINES):
-        if key in (kind.key, kind.options_key) or key.startswith(f"{kind.options_key}."):
-            return kind
-    return None
 
 
 def _hydra_words(overrides: Sequence[str], left_out: Sequence[str]) -> list[str]:
@@ -219,9 +206,9 @@ def _leave_options_behind(raw: DictConfig, words: Sequence[str]) -> None:
     for kind in algorithm_parts().values():
         own = OmegaConf.select(file, kind.key)
         if isinstance(own, DictConfig) and "name" in own:
-            node, of_preset = (OmegaConf.to_container(OmegaConf.select(each, kind.key)) for each in (raw, presets))
-            if _values(node).get("name") != _values(of_preset).get("name"):
-                kept = {option: value for option, value in _values(node).items() if option in own}
+            node, of_preset = (part_values(as_plain(OmegaConf.select(each, kind.key))) for each in (raw, presets))
+            if node.get("name") != of_preset.get("name"):
+                kept = {option: value for option, value in node.items() if option in own}
                 OmegaConf.update(raw, kind.key, kept, merge=False)
 
 
@@ -232,7 +219,7 @@ def _with_presets(file: DictConfig, overrides: Sequence[str], left_out: Sequence
     A preset's settings go over the file's. What the group's presets set in its own section, and what the file has
     elsewhere from the preset that it was made with, gives way to the defaults. All else in the file stays.
     """
-    settings = {key: value for key, value in _flat(OmegaConf.to_container(file)) if not key.startswith(tuple(left_out))}
+    settings = {key: value for key, value in flat(OmegaConf.to_container(file)) if not key.startswith(tuple(left_out))}
     for group, _, choice in (word.lstrip("+").partition("=") for word in overrides):
         if group == "experiment" or not (config_folder() / group / f"{choice}.yaml").is_file():
             continue  # no choice of a preset, or one that Hydra refuses
@@ -243,7 +230,7 @@ def _with_presets(file: DictConfig, overrides: Sequence[str], left_out: Sequence
             is_origin = all(settings.get(key) == preset[key] for key in own)
             dropped |= own | {key for key in preset if is_origin and settings.get(key) == preset[key]}
         chosen = presets[choice]
-        for kind in (*algorithm_parts().values(), ENVIRONMENTS, ENGINES):
+        for kind in kinds():
             name = f"{kind.key}.name" if kind.base else kind.key
             if name in chosen and chosen[name] != settings.get(name):  # the options in the file are another part's
                 dropped |= {key for key in settings if f"{key}.".startswith(f"{kind.options_key}.")}
@@ -262,17 +249,7 @@ def _with_presets(file: DictConfig, overrides: Sequence[str], left_out: Sequence
 def _presets(group: str) -> dict[str, dict[str, Any]]:
     """Full key -> value of each preset of a group, by the preset's name. Hydra must be initialised."""
     names = [path.stem for path in (config_folder() / group).glob("*.yaml")]
-    return {name: dict(_flat(OmegaConf.to_container(compose(f"{group}/{name}")))) for name in names}
-
-
-def _flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Full key and value of each setting. Of an option of a part the value is a whole, also where it is a mapping."""
-    is_part = prefix in {f"{kind.options_key}." for kind in (*algorithm_parts().values(), ENVIRONMENTS, ENGINES)}
-    for key, value in settings.items():
-        if isinstance(value, dict) and value and not is_part:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    return {name: dict(flat(OmegaConf.to_container(compose(f"{group}/{name}")))) for name in names}
 
 
 def _settings_file(path: Path) -> DictConfig:
@@ -283,7 +260,7 @@ def _settings_file(path: Path) -> DictConfig:
     except OSError as error:
         raise ConfigError(f"settings file {path} cannot be read ({error.strerror}): correct the path") from None
     except GrammarParseError as error:
-        raise ConfigError(_unresolved(f"settings file {path}: {error.full_key}", error)) from None
+        raise ConfigError(_unresolved(f"settings file {path}: {error.full_key}", _NO_REFERENCE)) from None
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:  # not of UTF-8 included
         line = f", line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
@@ -296,7 +273,7 @@ def _settings_file(path: Path) -> DictConfig:
 @cache
 def known_keys() -> Mapping[str, object]:
     """All settings with their defaults, those of every built-in credit and loss included."""
-    keys = {key: default for key, default in leaves(Config()) if _kind_of(key) not in algorithm_parts().values()}
+    keys = {key: default for key, default in leaves(Config()) if kind_of(key) not in algorithm_parts().values()}
     for kind in algorithm_parts().values():
         keys[kind.key] = None
         for part in kind.packaged.values():
@@ -316,7 +293,7 @@ def refuse_unknown_keys(overrides: Sequence[str]) -> None:
             found.append(f"{word} is no setting: write key=value, such as learner.batch_size=32")
         elif name != name.strip():
             found.append(f"{word} has spaces around its =: write {name.strip()}={value.strip()}")
-        elif _kind_of(name) is not None:
+        elif kind_of(name) is not None:
             continue  # what options there are, the part that is chosen says
         elif name not in known and name not in parts and name not in _groups():
             found.append(f"{name}={value} is an unknown key: {_suggestion(name, list(known))}")
@@ -328,7 +305,7 @@ def _suggestion(key: str, known: Sequence[str]) -> str:
     """A sentence with the setting that an unknown key may stand for, and, of an option, the parts that have it."""
     if (meant := meant_by(key, known)) is None:
         return "`impala-llm train --help WORD` searches all keys"
-    kind = _kind_of(meant)
+    kind = kind_of(meant)
     having = parts_with(kind, meant.rpartition(".")[2]) if kind else []
     owners = f", which {' and '.join(having)} {'has' if len(having) == 1 else 'have'}" if having else ""
     return f"did you mean {meant}{owners}?"
@@ -336,8 +313,8 @@ def _suggestion(key: str, known: Sequence[str]) -> str:
 
 def _unknown_in(file: str, known: Mapping[str, object]) -> list[str]:
     """Keys of a file that are no settings, each with the setting that it may stand for."""
-    keys = [key for key, _ in _flat(OmegaConf.to_container(_settings_file(Path(file))))]
-    unknown = [key for key in keys if key not in known and key != "defaults" and _kind_of(key) is None]
+    keys = [key for key, _ in flat(OmegaConf.to_container(_settings_file(Path(file))))]
+    unknown = [key for key in keys if key not in known and key != "defaults" and kind_of(key) is None]
     meant = {key: meant_by(key, list(known)) for key in unknown}
     return [f"{key} (did you mean {name}?)" if name else key for key, name in meant.items()]
 
@@ -373,20 +350,43 @@ def threads_per_process(config: Config) -> int:
 def _of_group(key: str, known: Mapping[str, object]) -> str:
     """Reason why a key takes no value: it is a group of settings. Empty for any other key."""
     inside = [f"{name}={default}" for name, default in known.items() if name.startswith(f"{key}.")]
-    if not inside or key in known or _kind_of(key) is not None:
+    if not inside or key in known or kind_of(key) is not None:
         return ""
     return f"{key} is a group of settings: set them one by one, such as {inside[0]}"
 
 
-def _unresolved(setting: str, error: OmegaConfBaseException) -> str:
-    """Sentence on a setting whose `${` refers to nothing."""
-    reason = str(error).splitlines()[0].rpartition(": ")[2].strip('"')
-    if isinstance(error, GrammarParseError):
-        reason = "it is no reference"
-    elif "ecursive" not in reason:
-        reason = f"what it refers to does not exist: {reason}"
+def _file_of(overrides: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """The file of settings that words name, and what it sets by full key; "" and nothing where they name none."""
+    given = dict(word.lstrip("+").partition("=")[::2] for word in overrides).get("experiment", "")
+    file = given if given.endswith((".yaml", ".yml")) else ""
+    return file, dict(flat(OmegaConf.to_container(_settings_file(Path(file))))) if file else {}
+
+
+def _refuse_bad_references(overrides: Sequence[str]) -> None:
+    """Refuse a word in which `${` begins no reference. A word that cannot be read at all is refused later."""
+    for word in overrides:
+        try:
+            OmegaConf.create([read_word(word)[1] if "${" in word else ""])
+        except GrammarParseError:
+            raise ConfigError(_unresolved(word, _NO_REFERENCE)) from None
+        except HydraException:
+            continue
+
+
+def _unresolved(setting: str, reason: str) -> str:
+    """Sentence on a setting with a reference that cannot be followed."""
     fix = "write the value itself, with \\${ for ${, or correct the reference"
     return f"{setting} cannot be resolved ({reason}): {fix}"
+
+
+def _explain_reference(error: InterpolationResolutionError, overrides: Sequence[str], raw: DictConfig) -> str:
+    """Sentence on the reference in the composed settings that leads nowhere."""
+    reason = str(error).splitlines()[0].rpartition(": ")[2].strip('"')
+    if "ecursive" not in reason:
+        reason = f"what it refers to does not exist, or is not set: {reason}"
+    (key, value), (file, in_file) = culprit(raw, error), _file_of(overrides)
+    where = f"settings file {file}: " if key in in_file and in_file[key] == value else ""
+    return _unresolved(f"{where}{key}={value}", reason)
 
 
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
@@ -398,8 +398,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         cause = cause.__cause__ or cause.__context__
     given = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
     known = known_keys()
-    file = given.get("experiment", "") if given.get("experiment", "").endswith((".yaml", ".yml")) else ""
-    in_file = dict(_flat(OmegaConf.to_container(_settings_file(Path(file))))) if file else {}
+    file, in_file = _file_of(overrides)
     for key, value in given.items():
         choices = sorted(p.stem for p in (config_folder() / key).glob("*.yaml")) if key in _groups() else []
         if choices and value not in (*choices, file or None):
@@ -414,12 +413,6 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     for key, value in in_file.items():
         if not isinstance(value, dict) and (reason := _of_group(key, known)):
             return f"settings file {file}: {key}={written(value)}: {reason}"
-    referring = [word for word in given.items() if "${" in word[1]] or [w for w in in_file.items() if "${" in str(w[1])]
-    if referring and isinstance(error, InterpolationResolutionError | GrammarParseError):
-        missing = str(error).splitlines()[0].split("'")[1::2]  # what it names in quotes, if anything
-        key, value = max(referring, key=lambda word: any(name in str(word[1]) for name in missing))
-        where = "" if key in given else f"settings file {file}: "
-        return _unresolved(f"{where}{key}={value}", error)
     for cause in causes:
         full_key = getattr(cause, "full_key", None)
         # A problem of a word of the command line names the word; any other one is in a file.
@@ -432,13 +425,14 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
             return f"{where}{full_key} is an unknown key: {_suggestion(full_key, list(known))}"
         if isinstance(cause, OmegaConfBaseException) and full_key:
             there = OmegaConf.select(_settings_file(Path(file)), full_key) if where else "?"
-            value, default = given.get(full_key, written(there)), written(known.get(full_key))
+            value = given.get(full_key, written(there))
+            default = f"the default is {written(known[full_key])}" if full_key in known else "set it"
             reason = str(cause.msg or cause).splitlines()[0]
             if isinstance(known.get(full_key), list) or "ListConfig" in reason:
                 return f"{where}{full_key}={value} has the wrong type: it is a list: write '{full_key}=[{value}]'"
-            if "is not Optional" in reason or "Incompatible value 'None'" in reason:
-                return f"{where}{full_key}={value} needs a value: the default is {default}"
-            return f"{where}{full_key}={value} has the wrong type: {type_expected(cause)}; the default is {default}"
+            if any(said in reason for said in ("is not Optional", "Incompatible value 'None'", "issing mandatory")):
+                return f"{where}{full_key}={value} needs a value: {default}"
+            return f"{where}{full_key}={value} has the wrong type: {type_expected(cause)}; {default}"
     said = str(causes[-1]).splitlines()[0]
     if match := re.search(r"Ambiguous value for argument '(.+?)'", said):
         return f"{match[1]} has several values, and a run has one: give one, or quote a text, as in \"key='a,b'\""

@@ -219,15 +219,16 @@ def installed_parts(kind: PartKind) -> dict[str, str]:
     return {each.name: "".join(each.value.partition("[")[0].split()) for each in entry_points(group=kind.group)}
 
 
-def short_name(kind: PartKind, name: str) -> str:
-    """Return the short name of the packaged part that a name of any sort leads to; any other name as it is."""
-    if name in kind.packaged:
-        return name
-    path = name if ":" in name else installed_parts(kind).get(name)
+def short_name(kind: PartKind, name: Any) -> str:
+    """Return the short name of the packaged part that a name of any sort leads to; any other value as a text."""
+    text = "null" if name is None else str(name)
+    if text in kind.packaged:
+        return text
+    path = text if ":" in text else installed_parts(kind).get(text)
     for short, part in kind.packaged.items():
         if path == (part if isinstance(part, str) else f"{part.__module__}:{part.__qualname__}"):
             return short
-    return name
+    return text
 
 
 def _imported(path: str) -> Any:
@@ -269,7 +270,7 @@ def choose(
 
     Args:
         name: in the files.
-        values: options in the files. References to other settings are resolved, in the words too.
+        values: options in the files.
         words: key and value of `key=NAME` and `options_key.option=value`.
 
     Raises:
@@ -293,8 +294,8 @@ def choose(
             inner[last] = value
         if kind.base:  # whose parts have their name beside their options
             chosen = given.pop("name", chosen)
-    of_files, found = (short_name(kind, "null" if each is None else str(each)) for each in (name, chosen))
-    return found, given if found != of_files else _merged(values, given)
+    found = short_name(kind, chosen)
+    return found, given if found != short_name(kind, name) else _merged(values, given)
 
 
 def read_word(word: str) -> tuple[str, Any]:
@@ -375,32 +376,30 @@ def make_options(kind: PartKind, name: str, options: type | None, values: Mappin
         raise ValueError(f"{chosen} refuses its options: {type(error).__name__}: {reason}") from error
 
 
-def make_part(kind: PartKind, in_files: Mapping[str, Any], words: Sequence[tuple[str, Any]]) -> Any:
-    """Make the part that settings name, of a kind whose parts are dataclasses. For what is given and raised see
-    `choose` and `make_options`."""
-    name, values = choose(kind, in_files.get("name"), {k: v for k, v in in_files.items() if k != "name"}, words)
-    return make_options(kind, name, load(kind, name), values)
+def make_part(kind: PartKind, settings: Mapping[str, Any]) -> Any:
+    """Make the part that settings name, beside its options, of a kind whose parts are dataclasses. For what is raised
+    see `load` and `make_options`."""
+    name = short_name(kind, settings.get("name"))
+    return make_options(kind, name, load(kind, name), {key: value for key, value in settings.items() if key != "name"})
 
 
-def name_part(
-    kind: PartKind, name: str, values: Mapping[str, Any], words: Sequence[tuple[str, Any]]
-) -> tuple[str, Any]:
-    """Return the name of a part and its options, of a kind whose parts are called later on; see `choose`.
+def name_part(kind: PartKind, name: str, values: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the short name of a part and its options, of a kind whose parts are called later on.
 
     Raises:
         ValueError: see `load` and `make_options`.
     """
-    name, chosen = choose(kind, name, values, words)
+    name = short_name(kind, name)
     part = None if name in kind.settings else load(kind, name)
     options: Any = getattr(part, "Options", None)
     if options is not None and not (isinstance(options, type) and is_dataclass(options)):
         raise ValueError(f"{kind.key}={name} cannot be used: its class Options is no dataclass; make it one")
     if part is None or options is not None or not kind.by_signature:
-        return name, make_options(kind, name, options, chosen)
+        return name, make_options(kind, name, options, values)
     parameters = parameters_of(part)
     own = [] if parameters is None else [each.name for each in fields(parameters)]
-    others = {option: value for option, value in chosen.items() if option not in own} if takes_any(part) else {}
-    named = make_options(kind, name, parameters, {k: v for k, v in chosen.items() if k not in others})
+    others = {option: value for option, value in values.items() if option not in own} if takes_any(part) else {}
+    named = make_options(kind, name, parameters, {k: v for k, v in values.items() if k not in others})
     return name, {**({} if named is None else vars(named)), **others} or None
 
 

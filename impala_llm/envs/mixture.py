@@ -139,12 +139,12 @@ def _config(name: str, part: Mapping[str, Any]) -> EnvConfig:
     args = dict(part.get("args") or {})
     here, key = f"env.args.parts.{name}", f"{ENVIRONMENTS.options_key}."
     try:
-        if short_name(ENVIRONMENTS, str(part["name"])) == "webshop":
+        if short_name(ENVIRONMENTS, part["name"]) == "webshop":
             shop = make_options(ENVIRONMENTS, "webshop", WebShopConfig, args)
             config = EnvConfig(name="webshop", webshop=shop)
             found = field_problems(config.webshop, key)
         else:
-            chosen, options = name_part(ENVIRONMENTS, str(part["name"]), args, [])
+            chosen, options = name_part(ENVIRONMENTS, part["name"], args)
             config = EnvConfig(name=chosen, args=options)
             found = field_problems(options, key) if is_dataclass(options) else []
         if found:

@@ -15,12 +15,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from impala_llm.checks.idle_settings import in_force
-from impala_llm.config import ConfigError, algorithm_parts
+from impala_llm.config import ConfigError
 from impala_llm.learning.checkpoints.files import FOLDER, NEW, RESERVED, CheckpointManifest, VersionMark, newest_whole
 from impala_llm.learning.checkpoints.folder_owner import RUN_FIX, wait_for_owner
 from impala_llm.learning.checkpoints.kept_settings import keep_settings
 from impala_llm.learning.checkpoints.policy_folders import learned_policies
 from impala_llm.learning.policy.model_files import model_checksum
+from impala_llm.part_settings import algorithm_parts
 from impala_llm.pipeline.shm.run_directory import (
     Left,
     RunDirectoryError,

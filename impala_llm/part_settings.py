@@ -1,0 +1,92 @@
+"""Parts among the composed settings: which keys and words are theirs, what words choose; which reference fails."""
+
+import gc
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from impala_llm.plugs import ENGINES, ENVIRONMENTS, PartKind, choose, read_word
+
+
+@cache
+def algorithm_parts() -> dict[str, PartKind]:
+    """Kinds of parts by the setting of `AlgorithmConfig` that names one. They bring torch, which takes seconds to load:
+    what needs no settings, such as `impala-llm --help`, does without."""
+    was_enabled = gc.isenabled()
+    gc.disable()  # there is no garbage among what is imported, and to look for it takes a fifth of the time
+    try:
+        from impala_llm.algorithms.registry import PARTS
+    finally:
+        if was_enabled:
+            gc.enable()
+    return PARTS
+
+
+def kinds() -> tuple[PartKind, ...]:
+    """The kinds of parts whose options are settings."""
+    return (*algorithm_parts().values(), ENVIRONMENTS, ENGINES)
+
+
+def kind_of(word: str) -> PartKind | None:
+    """The kind of part that a word names or sets an option of."""
+    key = word.lstrip("+").partition("=")[0]
+    for kind in kinds():
+        if key in (kind.key, kind.options_key) or key.startswith(f"{kind.options_key}."):
+            return kind
+    return None
+
+
+def part_values(in_files: Any) -> dict[str, Any]:
+    """The settings of a part as files compose them: what is no mapping stands for its name."""
+    return in_files if isinstance(in_files, dict) else {"name": in_files}
+
+
+def choose_part(raw: DictConfig, kind: PartKind, overrides: Sequence[str]) -> None:
+    """Write the part that words choose, and its options, into the composed settings, so that references of all settings
+    lead to what the words say, and those of the words lead on."""
+    words = [read_word(word) for word in overrides if kind_of(word) is kind]
+    if not words:
+        return
+    in_files = as_plain(OmegaConf.select(raw, kind.options_key))
+    if kind.base:
+        values = part_values(in_files)
+        name, options = choose(kind, values.pop("name", None), values, words)
+        OmegaConf.update(raw, kind.key, {**options, "name": name}, merge=False)
+    else:
+        values = in_files if isinstance(in_files, dict) else {}
+        name, options = choose(kind, OmegaConf.select(raw, kind.key), values, words)
+        OmegaConf.update(raw, kind.key, name)
+        OmegaConf.update(raw, kind.options_key, options or None, merge=False)
+
+
+def flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Full key and value of each setting. Of an option of a part the value is a whole, also where it is a mapping."""
+    is_part = prefix in {f"{kind.options_key}." for kind in kinds()}
+    for key, value in settings.items():
+        if isinstance(value, dict) and value and not is_part:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def culprit(raw: DictConfig, error: OmegaConfBaseException) -> tuple[str, Any]:
+    """Key and value of the setting whose reference leads nowhere, and not of one that refers to that setting."""
+    failing = {}
+    for key, value in flat(as_plain(raw)):
+        try:
+            as_plain(OmegaConf.select(raw, key) if "${" in str(value) else None, resolve=True)
+        except OmegaConfBaseException:
+            failing[key] = value
+    for key, value in failing.items():
+        others = [other.rpartition(".")[2] for other in failing if other != key]
+        if not any(f".{name}" in str(value) for name in others):
+            return key, value
+    return next(iter(failing.items()), (str(error.full_key), "${...}"))  # they refer to each other
+
+
+def as_plain(found: Any, resolve: bool = False) -> Any:
+    """A value of OmegaConf's as plain Python. resolve: with what its references lead to in place of them."""
+    return OmegaConf.to_container(found, resolve=resolve) if OmegaConf.is_config(found) else found
