@@ -54,6 +54,7 @@ from impala_llm.plugs import (
     option_fields,
     parts_with,
     read_word,
+    short_name,
 )
 from impala_llm.processes.cgroups import num_cores, thread_limit
 from impala_llm.settings import PACKAGE, AlgorithmConfig, Config, EngineConfig, EnvConfig, leaves, plain, written
@@ -193,7 +194,8 @@ def _hydra_words(overrides: Sequence[str], left_out: Sequence[str]) -> list[str]
 
 
 def _leave_options_behind(raw: DictConfig, words: Sequence[str]) -> None:
-    """Remove the options of a preset's credit or loss where a file of settings names another one.
+    """Remove the options of a preset's credit or loss where a file of settings names another one, and keep them where
+    it names the same.
 
     Args:
         raw: composed from presets and file; changed in place.
@@ -204,12 +206,12 @@ def _leave_options_behind(raw: DictConfig, words: Sequence[str]) -> None:
         "config", overrides=["experiment=presets" if word == "experiment=file" else word for word in words]
     )
     for kind in algorithm_parts().values():
-        own = OmegaConf.select(file, kind.key)
-        if isinstance(own, DictConfig) and "name" in own:
-            node, of_preset = (part_values(as_plain(OmegaConf.select(each, kind.key))) for each in (raw, presets))
-            if node.get("name") != of_preset.get("name"):
-                kept = {option: value for option, value in node.items() if option in own}
-                OmegaConf.update(raw, kind.key, kept, merge=False)
+        found = (OmegaConf.select(each, kind.key) for each in (file, raw, presets))
+        own, node, of_preset = (part_values(as_plain(each)) for each in found)
+        if own.get("name") is not None:
+            is_same = short_name(kind, own["name"]) == short_name(kind, of_preset.get("name"))
+            kept = of_preset | node if is_same else {option: node[option] for option in own}
+            OmegaConf.update(raw, kind.key, kept, merge=False)
 
 
 def _with_presets(file: DictConfig, overrides: Sequence[str], left_out: Sequence[str]) -> DictConfig:
@@ -232,7 +234,8 @@ def _with_presets(file: DictConfig, overrides: Sequence[str], left_out: Sequence
         chosen = presets[choice]
         for kind in kinds():
             name = f"{kind.key}.name" if kind.base else kind.key
-            if name in chosen and chosen[name] != settings.get(name):  # the options in the file are another part's
+            is_other = name in chosen and short_name(kind, chosen[name]) != short_name(kind, settings.get(name))
+            if is_other:  # the options in the file are those of another part
                 dropped |= {key for key in settings if f"{key}.".startswith(f"{kind.options_key}.")}
         settings = {key: value for key, value in settings.items() if key not in dropped} | chosen
     nested: dict[str, Any] = {}

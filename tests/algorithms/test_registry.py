@@ -167,6 +167,22 @@ def test_options_of_a_presets_part_that_a_file_replaces_are_left_behind(tmp_path
         load(words)
 
 
+@pytest.mark.parametrize("name", ["decoupled_ppo", "impala_llm.algorithms.losses:DecoupledPPO"])
+def test_options_of_a_presets_part_stay_under_any_name_of_the_same_part(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "mine.yaml"
+    words = ["model=scratch", f"experiment={file}"]
+    file.write_text("defaults: [{override /algorithm: icepop}]\n")
+    expected = load(words).algorithm.loss
+    assert expected.proximal == "recomputed"  # type: ignore[attr-defined]
+    assert load([*words, f"algorithm.loss={name}"]).algorithm.loss == expected
+    for own in (f"{{name: '{name}'}}", f"'{name}'"):
+        file.write_text(f"defaults: [{{override /algorithm: icepop}}]\nalgorithm: {{loss: {own}}}")
+        assert load(words).algorithm.loss == expected
+    file.write_text(f"algorithm: {{loss: {{name: '{name}', clip_low: 0.15}}}}")
+    beside = load([*words, "algorithm=icepop"]).algorithm.loss
+    assert (beside.clip_low, beside.proximal) == (0.15, "recomputed")  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(("value", "said"), [("null", "null"), ("{name: null}", "null"), ("5", "5")])
 def test_what_is_no_name_in_a_file_is_refused_as_it_stands_there(tmp_path: Path, value: str, said: str) -> None:
     (tmp_path / "mine.yaml").write_text(f"algorithm: {{credit: {value}}}")
