@@ -6,6 +6,8 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass
+from enum import Enum
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
@@ -76,21 +78,73 @@ def is_async(function: Any) -> bool:
 
 
 def unusable_type(option: Field[Any], options: type) -> str:
-    """Return what is wrong with the type of an option, and what to write; "" where nothing is."""
+    """Return what is wrong with the type of an option, or of one inside of it, and what to write; "" where nothing is.
+
+    It begins with the name of the option.
+    """
     try:
         hint = get_type_hints(options)[option.name]
     except (TypeError, NameError):  # of types that are imported for type checkers alone
         return ""
     if get_origin(hint) is Literal:
         choices = ", ".join(f'"{choice}"' for choice in get_args(hint))
-        return f"is a Literal: write {option.name}: str = one_of({choices}), with one_of of impala_llm.settings"
-    written = getattr(hint, "__name__", str(hint))
+        fix = f"write {option.name}: str = one_of({choices}), with one_of of impala_llm.settings"
+        return f"{option.name} is a Literal: {fix}"
+    written = str(hint).replace("typing.", "") if get_args(hint) else getattr(hint, "__name__", str(hint))
     try:
         OmegaConf.structured(make_dataclass("Option", [(option.name, hint)]))
-    except OmegaConfBaseException:
-        return f"is {written}, which is no type of a setting: write {option.name}: Any, with Any of typing"
+    except (OmegaConfBaseException, AssertionError):  # it asserts that keys are no tuples
+        fix = f"write {option.name}: Any, with Any of typing"
+        fix += "" if _is_plain(_default(option)) else ", and a plain default, such as a list"
+        return f"{option.name} is {written}, which is no type of a setting: {fix}"
     if option.default is None and hint not in (Any, type(None)) and type(None) not in get_args(hint):
-        return f"is {written} and its default is None: write {option.name}: {written} | None = None"
+        return f"{option.name} is {written} and its default is None: write {option.name}: {written} | None = None"
+    inner = fields(hint) if isinstance(hint, type) and is_dataclass(hint) and hint is not options else ()
+    return next((f"{option.name}.{reason}" for each in inner if (reason := unusable_type(each, hint))), "")
+
+
+def _default(option: Field[Any]) -> Any:
+    """Return the default of an option; MISSING where it has none, or where a function makes it and raises."""
+    if option.default_factory is not MISSING:
+        with contextlib.suppress(Exception):  # it may be other people's code; `with_defaults` calls it again
+            return option.default_factory()
+    return option.default
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value comes back from a file of settings as it was, without a type that says what it is."""
+    if isinstance(value, Mapping):
+        return all(_is_plain(each) for each in (*value, *value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    is_simple = isinstance(value, bool | int | float | str) and not isinstance(value, Enum)
+    return is_simple or value is None or value is MISSING
+
+
+def wrong_default(defaults: Any, error: OmegaConfBaseException) -> str:
+    """Return a sentence with the default that OmegaConf refused, an option's or one inside of it.
+
+    Args:
+        defaults: instance of the options, see `with_defaults`; None where a default could not be made.
+        error: by which OmegaConf refused it.
+    """
+    path = (defaults and _wrong_inside(defaults)) or str(error.full_key)
+    option = re.split(r"[.\[]", path)[0]
+    default = f"default {getattr(defaults, option)!r}" if hasattr(defaults, option) else "default"
+    return f"the {default} of its option {path} has the wrong type: {type_expected(error)}"
+
+
+def _wrong_inside(options: Any) -> str:
+    """Return the path of a wrong default in a nested dataclass, such as `inner.x`; "" where there is none."""
+    values = {each.name: getattr(options, each.name) for each in fields(options)}
+    for name, value in list(values.items()):
+        if isinstance(value, list):
+            values |= {f"{name}[{place}]": each for place, each in enumerate(value)}
+    for name, value in values.items():
+        try:
+            OmegaConf.structured(value) if is_dataclass(value) else None
+        except OmegaConfBaseException as error:
+            return f"{name}.{_wrong_inside(value) or error.full_key}"
     return ""
 
 
@@ -115,25 +169,29 @@ def wrong_value(key: str, read: DictConfig, option: str, value: Any, error: Omeg
         value: it was given.
         error: by which OmegaConf refused it.
     """
-    path = error.full_key or ""
+    path, inside = error.full_key or "", ""
     given = _at(OmegaConf.create({option: escaped(value)}), path)
-    if not path.startswith(option) or given is MISSING:  # nothing is found behind a name with dots
-        path, given = option, value
-    outer, default, reason = path.rpartition(".")[0], _at(read, path), type_expected(error)
+    if not path.startswith(option) or given is MISSING:  # it does not say in which item of a list, or a name has dots
+        path, given, inside = option, value, path
+    what = f"{key}.{path}={given}" + (f": {inside}" if inside else "")
     if isinstance(error, ConfigKeyError):
-        inside = _at(read, outer)
-        has = f": {key}.{outer} has {', '.join(inside)}" if outer and isinstance(inside, dict) else ""
-        return f"{key}.{path}={given} is no option{has}"
+        owner = getattr(error.object_type, "__name__", "") if inside else f"{key}.{path.rpartition('.')[0]}"
+        own = fields(error.object_type) if is_dataclass(error.object_type) else ()
+        return f"{what} is no option" + (f": {owner} has {', '.join(each.name for each in own)}" if own else "")
+    default, reason = _at(read, path), type_expected(error)
     for container, expected in ((list, "a list"), (dict, "a mapping of its options")):
         if isinstance(default, container) and not isinstance(given, container | None):
             reason = f"{expected} is expected"
-    known = "" if default is MISSING else f"; the default is {default!r}"
-    return f"{key}.{path}={given} has the wrong type: {reason}{known}"
+    known = "" if default is MISSING or inside else f"; the default is {default!r}"
+    return f"{what} has the wrong type: {reason}{known}"
 
 
 def _at(settings: DictConfig, path: str) -> Any:
     """Return the plain value at a path such as `inner.list[0]`; MISSING where there is none."""
-    found = OmegaConf.select(settings, path, default=MISSING)
+    try:
+        found = OmegaConf.select(settings, path, default=MISSING)
+    except AttributeError:  # OmegaConf's, inside of a dataclass that has no default
+        return MISSING
     return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
 
 
@@ -178,7 +236,8 @@ def takes_any(part: Any) -> bool:
 def parameters_of(part: Any) -> type | None:
     """The parameters that a part is called with, as a dataclass; None where it has none.
 
-    A parameter whose type OmegaConf does not know takes any value. One whose default is no plain value keeps it.
+    A parameter whose type OmegaConf does not know takes any value, or values of its default's type. One whose default
+    would not come back from a file of settings keeps it.
     """
     try:
         parameters = list(inspect.signature(part).parameters.values())
@@ -194,10 +253,14 @@ def parameters_of(part: Any) -> type | None:
         if each.default is not each.empty:
             is_mutable = isinstance(each.default, list | dict)
             given = {"default_factory": each.default.copy} if is_mutable else {"default": each.default}
-        for hint in (hints.get(each.name, Any), Any):
+        is_plain = each.default is each.empty or _is_plain(each.default)
+        of_default = Any if is_plain else Path if isinstance(each.default, Path) else type(each.default)
+        for hint in (hints.get(each.name, Any), of_default):
+            if not is_plain and hint in (Any, list, tuple, dict):
+                continue
             try:
                 OmegaConf.structured(with_defaults(make_dataclass("Parameter", [(each.name, hint, field(**given))])))
-            except (OmegaConfBaseException, ValueError, TypeError):
+            except (OmegaConfBaseException, ValueError, TypeError, AssertionError):
                 continue
             found.append((each.name, hint, field(**given)))
             break

@@ -35,9 +35,9 @@ from impala_llm.part_signatures import (
     other_signature,
     parameters_of,
     takes_any,
-    type_expected,
     unusable_type,
     with_defaults,
+    wrong_default,
     wrong_value,
 )
 from impala_llm.processes.stop_signals import ToldToStop
@@ -353,7 +353,7 @@ def make_options(kind: PartKind, name: str, options: type | None, values: Mappin
         return None
     for f in declared:
         if reason := unusable_type(f, options):
-            raise ValueError(f"{chosen} cannot be used: its option {f.name} {reason}")
+            raise ValueError(f"{chosen} cannot be used: its option {reason}")
     option, value, defaults = "", None, None
     try:
         defaults = with_defaults(options)
@@ -367,10 +367,7 @@ def make_options(kind: PartKind, name: str, options: type | None, values: Mappin
     except OmegaConfBaseException as error:
         if option:
             raise ValueError(wrong_value(key, read, option, value, error)) from None
-        of = str(error.full_key).partition("[")[0]
-        default = f"default {getattr(defaults, of)!r}" if hasattr(defaults, of) else "default"
-        what = f"the {default} of its option {error.full_key} has the wrong type: {type_expected(error)}"
-        raise ValueError(f"{chosen} cannot be used: {what}") from None
+        raise ValueError(f"{chosen} cannot be used: {wrong_default(defaults, error)}") from None
     except Exception as error:  # its __post_init__ is other people's code
         reason = (str(error).splitlines() or [""])[0]
         raise ValueError(f"{chosen} refuses its options: {type(error).__name__}: {reason}") from error
