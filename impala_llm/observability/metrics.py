@@ -328,11 +328,10 @@ def declarations(part: str, meanings: Mapping[str, str]) -> dict[str, Metric]:
 
     Args:
         part: what a name without `/` is logged under.
-        meanings: by name; one that ends in `_max`, `_min` or `explained_variance` is combined by that, others are
-            means.
+        meanings: by name; one in `_max`, `_min` or `explained_variance` is combined by that, others are means.
 
     Raises:
-        MetricError: no names with their meanings, or a name that has another meaning already.
+        MetricError: no names with their meanings; one that has another meaning already, or that no loss can return.
     """
     if not isinstance(meanings, Mapping) or not all(isinstance(word, str) for word in (*meanings, *meanings.values())):
         raise MetricError(f"metrics = {meanings!r:.100}: write a dict of names and their meanings")
@@ -341,6 +340,8 @@ def declarations(part: str, meanings: Mapping[str, str]) -> dict[str, Metric]:
         name = short if "/" in short else f"{part}/{short}"
         kinds = {"_max": Aggregation.MAX, "_min": Aggregation.MIN, "explained_variance": Aggregation.EXPLAINED}
         kind = next((kind for ending, kind in kinds.items() if name.endswith(ending)), Aggregation.MEAN)
+        if part == "loss" and kind is Aggregation.EXPLAINED:
+            raise MetricError(f"metric {short!r} is formed of four numbers, and a loss returns scalars: rename it")
         found[name] = metric = Metric(name, kind, meaning)
         if METRICS.get(name, metric) != metric:
             raise MetricError(f"metric {name!r} means {METRICS[name].meaning!r} already: give yours another name")

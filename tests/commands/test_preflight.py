@@ -137,6 +137,7 @@ def test_a_model_without_tokenizer_is_refused(refused: Callable[..., str], model
     [
         ('{"policy": "mine"}', "metric 'loss/policy' means 'policy part of the loss"),
         ('["steep_share"]', "write a dict of names and their meanings"),
+        ('{"explained_variance": "mine"}', "metric 'explained_variance' is formed of four numbers"),
     ],
 )
 def test_metrics_of_an_own_loss_that_cannot_be_logged_are_refused(
