@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from impala_llm.algorithms.advantages import episode_return, levelled_returns
-from impala_llm.algorithms.interface import MetricValue
+from impala_llm.algorithms.interface import MetricValue, parts_of
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.objective import AtStart, Denominators, MicroBatchResult
 from impala_llm.settings import AlgorithmConfig
@@ -140,8 +140,9 @@ class Update:
             check = "its rewards"
         elif number in self.without_advantage:
             check = f"algorithm.credit={algorithm.credit.name}, whose advantages are not finite though the rewards are"
-            if algorithm.credit.uses_values:  # values that have diverged
-                check += ", or set a lower learner.learning_rate"
+            if algorithm.credit.uses_values or parts_of(algorithm)[0].needs_teacher:
+                of_policy = "values" if algorithm.credit.uses_values else "log-probabilities"
+                check += f", or set a lower learner.learning_rate: a policy that diverges has such {of_policy}"
         else:
             scale = "" if algorithm.credit.ignores_scale else "algorithm.normalize_reward=true or "
             check = (

@@ -296,6 +296,18 @@ class NotANumber(Credit):
 
 
 @dataclass
+class NotANumberOfTeacher(NotANumber):
+    needs_teacher: ClassVar[bool] = True
+    teacher: str | None = None
+    teacher_context: str = ""
+
+
+@dataclass
+class NotANumberOfValues(NotANumber):
+    uses_values: ClassVar[bool] = True
+
+
+@dataclass
 class NotANumberLoss(PPOClip):
     def __call__(self, scored: Scored, advantages: torch.Tensor) -> LossOutput:
         found = super().__call__(scored, advantages)
@@ -310,6 +322,16 @@ class NotANumberLoss(PPOClip):
             NotANumber(name="mine:Credit"),
             NotANumberLoss(),
             "episode-4 .* 5 more .*: check algorithm.credit=mine:Credit,",
+        ),
+        (
+            NotANumberOfTeacher(name="mine:Credit"),
+            PPOClip(),
+            "mine:Credit, whose adv.* lower learner.learning_rate: a policy that diverges has such log-probabilities",
+        ),
+        (
+            NotANumberOfValues(name="mine:Credit"),
+            PPOClip(),
+            "mine:Credit, whose adv.* lower learner.learning_rate: a policy that diverges has such values",
         ),
         (GAE(), NotANumberLoss(name="mine:Loss"), "episode-0 .* 5 more .*: check algorithm.loss=mine:Loss, since"),
     ],
