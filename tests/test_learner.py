@@ -281,3 +281,7 @@ def test_a_variable_of_torchruns_that_is_empty_is_one_that_is_not_set(monkeypatc
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
     check_ranks(load(["experiment=toy", "learner.num_ranks=2"]))
+    monkeypatch.setenv("WORLD_SIZE", "")
+    check_ranks(load(["experiment=toy", "learner.num_ranks=1"]))
+    ranks = Ranks("cpu", environment={"WORLD_SIZE": "", "RANK": "", "LOCAL_RANK": ""})
+    assert (ranks.num_processes, ranks.process) == (1, 0)

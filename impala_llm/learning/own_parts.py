@@ -199,7 +199,7 @@ def _await_metrics(part: Credit | Loss, key: str, returned: Iterable[str], score
     awaited.metrics -= {metric.removeprefix(f"{key}/") for metric in returned}
     if scored is not None and len(scored.log_probs):
         awaited.versions.add(scored.version)
-    if len(awaited.versions) > _WATCHED_UPDATES and awaited.metrics and os.environ.get("RANK", "0") == "0":
+    if len(awaited.versions) > _WATCHED_UPDATES and awaited.metrics and (os.environ.get("RANK") or "0") == "0":
         say(
             f"learner: {name} declares metrics that it has not returned in {_WATCHED_UPDATES} updates, "
             f"{', '.join(sorted(awaited.metrics))}: return them, or take them out of its `metrics`"

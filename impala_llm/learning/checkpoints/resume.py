@@ -152,7 +152,7 @@ def begin(config: Config, say: Callable[[str], object]) -> Start:
 
 def check_folder(config: Config) -> Start:
     """Return the start of a learner, see `begin`. A supervisor, or rank 0, has decided on it for others."""
-    if SUPERVISED in os.environ or os.environ.get("RANK", "0") != "0":
+    if SUPERVISED in os.environ or (os.environ.get("RANK") or "0") != "0":
         return Start(lost_owner=os.environ.get(LOST_OWNER))
     return begin(config, lambda text: print(f"learner: {text}", flush=True))
 

@@ -55,7 +55,7 @@ class Ranks:
         sharding: replicated | fsdp2.
         cpu_offload: whether shares lie in the host's memory.
         tensor_parallel: processes of each rank.
-        environment: variables of torchrun; without them this process is alone.
+        environment: variables of torchrun; where they are not set, or empty, this process is alone.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Ranks:
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-        self.device = torch.device("cuda", int(environment.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")
+        self.device = torch.device("cuda", int(environment.get("LOCAL_RANK") or 0)) if use_cuda else torch.device("cpu")
         if use_cuda:
             torch.cuda.set_device(self.device)
-        self.num_processes = int(environment.get("WORLD_SIZE", "1"))
-        self.process = int(environment.get("RANK", "0"))
+        self.num_processes = int(environment.get("WORLD_SIZE") or 1)
+        self.process = int(environment.get("RANK") or 0)
         self.world_size = self.num_processes // tensor_parallel
         self.rank = self.process % self.world_size
         self.tensor_parallel = tensor_parallel
@@ -344,7 +344,7 @@ def is_shared(tensor: Tensor) -> bool:
 
 def check_ranks(config: Config) -> None:
     """ConfigError where the ranks that were started, by torchrun as a rule, are not those that can work together."""
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    num_ranks = int(os.environ.get("WORLD_SIZE") or 1)
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE") or num_ranks)
     if num_here != num_ranks:
         raise ConfigError(
