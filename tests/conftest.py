@@ -41,10 +41,10 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort tests by their time limit, the longest first, and those that start processes before all others: a long test
-    that began last would keep one worker busy while the others have nothing to do. Let system tests be run once more
-    when they fail: a busy machine can be late for a deadline. Write an item's `xdist_group` at the end of its id,
-    behind an `@`, where the scheduler of pytest-xdist looks for it.
+    """Sort tests by their time limit, the longest first, and those that start processes before others of the same
+    limit: a long test that began last would keep one worker busy while the others have nothing to do. Let system tests
+    be run once more when they fail: a busy machine can be late for a deadline. Write an item's `xdist_group` at the end
+    of its id, behind an `@`, where the scheduler of pytest-xdist looks for it.
 
     Since pytest 9.2 an id is of a type of its own, in another attribute: pytest-xdist 3.8 writes to the one before, the
     groups have no effect, and each worker starts the servers that the tests of a group share (its issue 1386).

@@ -43,7 +43,14 @@ class PastTickets:
 
 
 def newest_board(run_dir: RunDirectory) -> WeightReader | None:
-    """Reader of the board with the newest version, published or kept; None: there is none."""
+    """Find the board with the newest version, published or kept.
+
+    Args:
+        run_dir: of the run.
+
+    Returns:
+        Its reader; None where no board holds a version.
+    """
     readers = [WeightReader(run_dir.weights_path), WeightReader(run_dir.kept_path)]
     versions = [-1 if (version := reader.latest()) is None else version for reader in readers]
     newest = max(versions)

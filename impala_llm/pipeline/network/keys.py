@@ -114,6 +114,12 @@ def make_keys(directory: Path, actors: Sequence[str] = (_DEFAULT_ACTOR,)) -> Non
 def load_learner_keys(directory: Path) -> LearnerKeys:
     """Load the keys of a learner, and check those of its actors.
 
+    Args:
+        directory: folder with the key files; a leading ~ is expanded.
+
+    Returns:
+        The learner's pair, and the folder of the keys that it accepts.
+
     Raises:
         KeyFileError: a key, or an authorised one, is missing, malformed or open to others.
     """

@@ -71,10 +71,12 @@ def router(
         context: that the socket belongs to.
         endpoint: ipc:///path or tcp://address:port, `*` as port for any free one (then see zmq.LAST_ENDPOINT).
         max_message_bytes: a peer that sends a larger frame is disconnected.
-        authenticator: of this context: the socket is encrypted and accepts authorised keys only; None: clear text, on
-            this host only.
+        authenticator: of this context, for encryption and authorised keys; None: clear text, on this host only.
         queue_messages: maximum of messages that wait for, or from, each peer.
         times: see `SocketTimes`.
+
+    Returns:
+        The socket, which the caller closes.
 
     Raises:
         ValueError: the endpoint needs keys or is malformed.
@@ -135,6 +137,9 @@ def dealer(
         identity: routing id.
         max_message_bytes, queue_messages, times: as for `router`.
         keys: of the actor; None: clear text, on this host only.
+
+    Returns:
+        The socket, which the caller closes.
 
     Raises:
         ValueError: the endpoint needs keys or is malformed.

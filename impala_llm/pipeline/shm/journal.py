@@ -56,7 +56,14 @@ class Journal:
         return self._rows[: len(self)].copy()
 
     def append(self, rows: Sequence[tuple[int, ...]]) -> bool:
-        """Add rows, all or none. Returns False where they do not fit: `rewrite` then."""
+        """Add rows, all or none.
+
+        Args:
+            rows: to be added, oldest first.
+
+        Returns:
+            False where they do not fit: `rewrite` then.
+        """
         begin = len(self)
         end = begin + len(rows)
         if end > len(self._rows):

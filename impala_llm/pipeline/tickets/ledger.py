@@ -210,7 +210,14 @@ class TicketLedger:
             return self.received_all([(episode_id, flags, ticket_id, unroll_index, *granted)])[0]
 
     def received_all(self, claims: Iterable[Claim]) -> list[Verdict]:
-        """Call `received` for several trajectories, in order; each must also match its ticket."""
+        """Call `received` for several trajectories, in order; each must also match its ticket.
+
+        Args:
+            claims: what the trajectories say of themselves.
+
+        Returns:
+            A verdict on each.
+        """
         with self._lock:
             return self._table.receive_all(claims)
 

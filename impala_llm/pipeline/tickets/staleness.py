@@ -110,6 +110,7 @@ class Admission:
 
     @forecast.setter
     def forecast(self, forecast: tuple[int, int]) -> None:
+        """Go on from a forecast that was kept. It counts for few episodes; one that counted none changes nothing."""
         num_counted, mean = forecast
         if num_counted > 0:
             self._num_counted, self._mean_unrolls = min(num_counted, _NUM_RESTORED), max(1.0, mean / _ONE)

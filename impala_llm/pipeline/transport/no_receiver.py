@@ -8,7 +8,11 @@ from impala_llm.trajectory import Trajectory
 
 
 class NoReceiver:
-    """Null object for `Receiver` in processes that receive nothing."""
+    """Null object for `Receiver` in processes that receive nothing.
+
+    Each method takes what the `Receiver`'s method of its name takes, has no effect, and returns at once what a receiver
+    returns that holds nothing.
+    """
 
     is_full = False
     counters_at_start: Mapping[str, float] = defaultdict(float)

@@ -247,6 +247,9 @@ class SessionRegistry:
         Args:
             session: of the actor.
             held: ids of the tickets that it lists.
+
+        Returns:
+            Those without a received unroll; episodes of which one was received are cut.
         """
         now = self.clock.now
         at_actor = set(held)
