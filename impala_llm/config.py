@@ -1,7 +1,8 @@
 """Composes the settings with Hydra and has them checked. Meaning of each: settings.py; rules: checks/.
 
 Invariant: every `Config` has been checked. `load` composes it from configs/ and `key=value` overrides, and fails before
-any process, socket or file exists, with sentences that name key, value and fix. No other module reads raw Hydra dicts.
+any process, socket or file exists, with sentences that name key, value and fix. No module but this one and
+part_settings.py reads raw Hydra dicts.
 """
 
 import os
