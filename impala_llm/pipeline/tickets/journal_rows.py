@@ -76,8 +76,8 @@ def account(
         *(
             note_settled(entry.ticket.ticket_id, unroll_index, step)
             for entry in entries
-            if entry.parts is not None
-            for unroll_index, step in entry.parts.settled.items()
+            if entry.several_unrolls is not None
+            for unroll_index, step in entry.several_unrolls.settled.items()
         ),
         *(
             (_CRASHED, entry.ticket.ticket_id, unroll_index, count, 0, 0)
@@ -224,8 +224,8 @@ def read(rows: Sequence[Sequence[int]], order: TaskOrder, version: int) -> Journ
         else:
             past.last[row[1]] = row
     for ticket_id, (kind, *_, step) in past.last.items():
-        in_parts = steps.get(step, ())
-        if kind == _TRAINED and step > version and all(ticket_id != other for other, _ in in_parts):
+        unrolls = steps.get(step, ())
+        if kind == _TRAINED and step > version and all(ticket_id != other for other, _ in unrolls):
             steps.setdefault(step, set()).add((ticket_id, 0))
     count_crashes(past.crashes, steps, made)
     if past.last:

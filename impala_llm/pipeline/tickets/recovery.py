@@ -91,7 +91,7 @@ def _restore_states(
         entry.episode_id, found = arrived.get(ticket_id, (None, set()))
         entry.unrolls = frozenset(found | before.keys())
         if entry.unrolls - {0} or before:
-            entry.parts = Unrolls(before)
+            entry.several_unrolls = Unrolls(before)
         if found - before.keys():
             entry.state = TicketState.RECEIVED
             table.slots.num_beyond += beyond_slot(entry)

@@ -61,7 +61,7 @@ class Admission:
         """Part of W beyond one for each ticket that has a slot, without the forecast."""
         self.num_begun = 0
         """Number of unrolls received of open tickets."""
-        self.trains_parts = False
+        self.trains_unrolls = False
         """Whether the step under way has trained on one of several unrolls."""
         self._released: list[int] = []  # trained on by the step under way: free at the next version
         self._mean_unrolls = 1.0  # of an episode, from when the first had several
@@ -130,7 +130,7 @@ class Admission:
         self.charged += Counter()
 
     def _step_under_way(self) -> int:
-        return 1 if self._released or self.trains_parts else 0
+        return 1 if self._released or self.trains_unrolls else 0
 
     def num_waiting(self, num_playing: int) -> int:
         """W: charged slots that no step has trained on yet, and the unrolls beyond one for each."""
@@ -143,9 +143,9 @@ class Admission:
         self.charged.subtract(self._released)
         self.drop_zeros()
         self._released = []
-        self.trains_parts = False
+        self.trains_unrolls = False
 
 
 def beyond_slot(entry: LedgerEntry) -> int:
     """Unrolls by which a ticket adds to W beyond its slot."""
-    return 0 if entry.parts is None else len(waiting(entry)) - (entry.state is not TicketState.OPEN)
+    return 0 if entry.several_unrolls is None else len(waiting(entry)) - (entry.state is not TicketState.OPEN)

@@ -225,17 +225,17 @@ class TicketTable:
                     if self.slots.counts_unrolls:
                         self.slots.count_unrolls(1)
                 else:
-                    self._receive_part(entry, unroll_index, continues)
+                    self._receive_unroll(entry, unroll_index, continues)
         self.totals["received"] += num_received
         return verdicts
 
-    def _receive_part(self, entry: LedgerEntry, unroll_index: int, continues: bool) -> None:
+    def _receive_unroll(self, entry: LedgerEntry, unroll_index: int, continues: bool) -> None:
         """Note an unroll that is not its whole episode."""
         entry.unrolls |= {unroll_index}
-        parts = entry.parts = entry.parts or Unrolls()
+        several = entry.several_unrolls = entry.several_unrolls or Unrolls()
         if not continues:
-            parts.num_unrolls = max(parts.num_unrolls or 0, unroll_index + 1)
-        is_whole = parts.num_unrolls == len(entry.unrolls)
+            several.num_unrolls = max(several.num_unrolls or 0, unroll_index + 1)
+        is_whole = several.num_unrolls == len(entry.unrolls)
         if entry.state is TicketState.OPEN and is_whole:
             self.slots.num_begun -= len(entry.unrolls) - 1
             self.slots.count_unrolls(len(entry.unrolls))
@@ -250,8 +250,8 @@ class TicketTable:
     def train(self, unroll_ids: Iterable[int]) -> None:
         """Note the trajectories of the step under way, see `TicketLedger.trained`."""
         step = self.slots.version + 1
-        whole, in_parts = self._settle(unroll_ids, "trained on", step)
-        entries = [*whole, *in_parts]
+        whole, of_several = self._settle(unroll_ids, "trained on", step)
+        entries = [*whole, *of_several]
         for entry in entries:
             entry.step = step
         self.end(entries, TicketState.TRAINED, charged=True)
@@ -260,9 +260,9 @@ class TicketTable:
 
     def evict(self, unroll_ids: Iterable[int]) -> None:
         """Note dropped trajectories, see `TicketLedger.evicted`."""
-        whole, in_parts = self._settle(unroll_ids, "evicted", 0)
-        self.end([*whole, *(entry for entry in in_parts if not entry.step)], TicketState.EVICTED)
-        self.end([entry for entry in in_parts if entry.step], TicketState.TRAINED)
+        whole, of_several = self._settle(unroll_ids, "evicted", 0)
+        self.end([*whole, *(entry for entry in of_several if not entry.step)], TicketState.EVICTED)
+        self.end([entry for entry in of_several if entry.step], TicketState.TRAINED)
         self.write_notes()
 
     def _settle(self, unroll_ids: Iterable[int], what: str, step: int) -> tuple[list[LedgerEntry], list[LedgerEntry]]:
@@ -271,34 +271,34 @@ class TicketTable:
         Returns:
             Entries of tickets that end with it: those of whole episodes, and those of several unrolls.
         """
-        whole, in_parts = [], []
+        whole, of_several = [], []
         get = self.entries.get
         for number in dict.fromkeys(unroll_ids):
             entry = get(number)
-            if entry is not None and entry.parts is None:
+            if entry is not None and entry.several_unrolls is None:
                 if entry.state is not TicketState.RECEIVED:
                     raise KeyError(f"ticket {number} is {entry.state.value}: only a received one can be {what}")
                 whole.append(entry)
             elif entry is not None or number >= MAX_TICKETS:  # otherwise it has ended
-                in_parts += self._settle_part(number, what, step)
-        return whole, in_parts
+                of_several += self._settle_unroll(number, what, step)
+        return whole, of_several
 
-    def _settle_part(self, number: int, what: str, step: int) -> list[LedgerEntry]:
+    def _settle_unroll(self, number: int, what: str, step: int) -> list[LedgerEntry]:
         """Note one of several unrolls that was trained on or evicted; see `_settle`."""
         unroll_index, ticket_id = divmod(number, MAX_TICKETS)
         entry = self.entries.get(ticket_id)
         if entry is None:
             return []
-        parts = entry.parts
-        if parts is None or unroll_index not in entry.unrolls:
+        several = entry.several_unrolls
+        if several is None or unroll_index not in entry.unrolls:
             raise KeyError(
                 f"unroll {unroll_index} of ticket {ticket_id} has not come: only a received one can be {what}"
             )
-        if unroll_index in parts.settled:
+        if unroll_index in several.settled:
             return []
-        parts.settled[unroll_index] = step
+        several.settled[unroll_index] = step
         entry.step = max(entry.step, step)
-        self.slots.trains_parts |= step > 0
+        self.slots.trains_unrolls |= step > 0
         if self.journal is not None:
             self.notes.append(journal_rows.note_settled(ticket_id, unroll_index, step))
         if entry.state is TicketState.RECEIVED and not waiting(entry):

@@ -70,7 +70,7 @@ class LedgerEntry:
     """Unrolls that were received. Immutable, so that most entries share theirs: many small sets are slow."""
     step: int = 0
     """Version of the step that trained on it, 0 before; the step counts when that version is published."""
-    parts: Unrolls | None = None
+    several_unrolls: Unrolls | None = None
     """None while there is only one unroll, the first and last."""
     failed_by: str | None = None
     """Last actor whose attempt failed: another one tries next, where there is one."""
@@ -95,4 +95,4 @@ class OpenGroup:
 
 def waiting(entry: LedgerEntry) -> frozenset[int]:
     """Unrolls that still have to be trained on or evicted."""
-    return entry.unrolls if entry.parts is None else entry.unrolls - entry.parts.settled.keys()
+    return entry.unrolls if entry.several_unrolls is None else entry.unrolls - entry.several_unrolls.settled.keys()
