@@ -136,7 +136,7 @@ class Trainer:
             self.step(update, part, bad, rules, progress)
         self.num_updates += 1
         with self.timer.stage("log"):
-            sizes = self.balance.bring_home(batch, update.sizes)
+            sizes = self.balance.send_back(batch, update.sizes)
             if update.culprits:
                 reason = update.reason_left_out(self.config.algorithm)
                 self.warnings.log("A STEP IS LEFT OUT, ADVANTAGE, LOSS OR GRADIENT IS NOT FINITE", reason)
@@ -204,7 +204,7 @@ class Trainer:
         episodes = self.episodes(trajectories, returns, shaping)
         prepared = call_prepare(self.credit, episodes)
         finite = torch.tensor(returns).isfinite().tolist()
-        endless = frozenset(i for i, is_finite in enumerate(finite) if not is_finite)
+        not_finite = frozenset(i for i, is_finite in enumerate(finite) if not is_finite)
         oldest_version = self.oldest_version(version)
         teaching = list(range(len(trajectories)))
         if prepared is not None and self.leaves_out:
@@ -215,7 +215,7 @@ class Trainer:
         self.log.add_all(() if prepared is None else named("credit", prepared.metrics))
         advantages = None if prepared is None else prepared.advantages
         weights = torch.tensor(batch.weights, dtype=torch.float32)
-        return Update(batch, version, oldest_version, counts, shaping, advantages, weights, tuple(teaching), endless)
+        return Update(batch, version, oldest_version, counts, shaping, advantages, weights, tuple(teaching), not_finite)
 
     def part_counts(self, update: Update, part: Sequence[int]) -> Denominators:
         """Return the denominators of one of several optimizer steps, over all ranks.
@@ -270,7 +270,7 @@ class Trainer:
         Returns:
             Indices of those with a return, advantage or loss that is not finite.
         """
-        bad = set(part) & update.endless
+        bad = set(part) & update.not_finite
         taught = set(update.teaching)
         members = [i for i in part if i in taught]
 
@@ -340,7 +340,7 @@ class Trainer:
         if result.skipped and num_culprits == 0:
             with self.timer.stage("backward"):
                 bad = self.find_culprits(update, part, rules)
-        if not update.endless:  # which spoil what is computed from the same returns
+        if not update.not_finite:  # which spoil what is computed from the same returns
             update.culprits |= bad
         self.log.add("optimizer/gradient_norm", result.gradient_norm)
         self.log.add("optimizer/clipped_share", float(result.clipped))

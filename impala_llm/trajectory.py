@@ -215,7 +215,7 @@ class Trajectory:
             raise TrajectoryError(f"score is {self.score}: it must lie in [0, 1]")
         for key, value in self.stats.items():
             if key == "":
-                raise TrajectoryError(f"stats has a name that is empty, of the value {value!r}: name each figure")
+                raise TrajectoryError(f"stats has a name that is empty, of the value {value!r}: name each number")
             if not isinstance(key, str) or not isinstance(value, int | float):
                 raise TrajectoryError(f"stats[{key!r}] is {value!r}: names map to numbers")
 

@@ -221,7 +221,7 @@ class CollapseAlarm:
             self._look_for_noise()
 
     def state_dict(self) -> dict[str, Any]:
-        """Figures with which later updates are compared."""
+        """Values with which later updates are compared."""
         return {
             "first": {name: list(values) for name, values in self._first.items()},
             "recent": [list(values) for values in self._recent],

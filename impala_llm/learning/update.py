@@ -65,7 +65,7 @@ class Update:
     """float32[M]: of the draw."""
     teaching: tuple[int, ...]
     """Indices of the trajectories that have a gradient, in ascending order."""
-    endless: frozenset[int]
+    not_finite: frozenset[int]
     """Indices of the trajectories whose return is not finite."""
     at_start: dict[int, AtStart] = field(default_factory=dict)
     """Index -> its values as the update began; empty where there is but one optimizer step."""
@@ -81,7 +81,7 @@ class Update:
     weight_sums: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def __post_init__(self) -> None:
-        self.culprits = set(self.endless)
+        self.culprits = set(self.not_finite)
         self.sizes = dict.fromkeys(self.batch.item_ids, 0.0)
 
     def leave_out(self, part: Sequence[int]) -> list[MetricValue]:

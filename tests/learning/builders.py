@@ -142,8 +142,8 @@ def varied() -> Batch:
     return dataclasses.replace(batch_of((1.0,) * 6), trajectories=tuple(rows))
 
 
-def endless(t: Trajectory) -> Trajectory:
-    """With rewards whose sum is infinite in float32."""
+def with_infinite_return(t: Trajectory) -> Trajectory:
+    """The trajectory with rewards whose sum is infinite in float32."""
     return dataclasses.replace(t, rewards=np.where(t.action_mask, np.float32(3e38), np.float32(0)))
 
 

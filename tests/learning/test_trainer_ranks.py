@@ -24,12 +24,12 @@ from impala_llm.settings import LearnerConfig
 from impala_llm.trainer import Trainer
 from impala_llm.trajectory import Trajectory
 from tests.learning.builders import (
-    endless,
     make_batch,
     make_config,
     save_lm,
     trainer_with,
     varied,
+    with_infinite_return,
 )
 from tests.two_ranks import Meeting, TrainingRanks
 
@@ -90,7 +90,7 @@ def test_all_ranks_leave_a_step_out_together_when_one_has_a_number_that_is_not_f
     policy = save_lm(tmp_path)
     meeting = Meeting()
     good = make_batch()
-    bad = [*good[:3], endless(good[3]), *good[4:]]
+    bad = [*good[:3], with_infinite_return(good[3]), *good[4:]]
     summaries: dict[int, list[dict[str, float]]] = {0: [], 1: []}
     moved: dict[int, list[bool]] = {0: [], 1: []}
 
@@ -126,7 +126,7 @@ def test_only_the_steps_that_have_a_bad_row_are_left_out_of_an_update(
     steps = ("learner.epochs=2", "learner.minibatches=3", "learner.warmup_updates=0")
     trainer = trainer_with(tmp_path, "algorithm=ppo", *steps)
     good = make_batch()
-    bad = (*good[:3], endless(good[3]), *good[4:])
+    bad = (*good[:3], with_infinite_return(good[3]), *good[4:])
     with caplog.at_level(logging.WARNING):
         trainer.update(Batch(bad, (1.0,) * 6, tuple(range(6)), 1.0), 3, 0.0)
     state = trainer.optimizer.state_dict()
@@ -181,7 +181,7 @@ def test_ranks_are_asked_for_the_same_sums_in_the_same_order_whatever_their_batc
     ranks = [RecordedRanks(rank, meeting) for rank in (0, 1)]
     differing = varied().trajectories
     equal = (differing[0],) * 6
-    batches = [[differing, differing], [equal, (endless(differing[0]), *differing[1:])]]
+    batches = [[differing, differing], [equal, (with_infinite_return(differing[0]), *differing[1:])]]
 
     def work(rank: int) -> None:
         trainer = Trainer(config, ranks[rank], models[rank])

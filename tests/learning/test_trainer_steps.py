@@ -25,12 +25,12 @@ from impala_llm.settings import LearnerConfig
 from impala_llm.trainer import Trainer
 from tests.learning.builders import (
     batch_of,
-    endless,
     group_advantages,
     make_config,
     make_trajectory,
     save_lm,
     varied,
+    with_infinite_return,
 )
 from tests.learning.test_mismatch import sampled_by
 
@@ -275,7 +275,7 @@ def test_the_result_has_for_each_item_the_largest_advantage_of_its_trajectories(
 def test_a_step_that_is_left_out_leaves_no_trace_in_the_optimizer(tmp_path: Path) -> None:
     """Weights after it are those of a trainer that has never seen it; so are the moments, which the next steps show."""
     good = varied()
-    bad = dataclasses.replace(good, trajectories=(endless(good.trajectories[0]), *good.trajectories[1:]))
+    bad = dataclasses.replace(good, trajectories=(with_infinite_return(good.trajectories[0]), *good.trajectories[1:]))
     ends = []
     for batches in ([bad, good, bad, good], [good, good]):
         trainer, _ = recording_trainer(tmp_path)

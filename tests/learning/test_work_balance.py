@@ -103,7 +103,7 @@ def test_groups_move_whole_with_their_weights_and_numbers_come_home(tmp_path: Pa
         balance = WorkBalance(ThreadRanks(rank, meeting), model)
         batch, metrics = balance.exchange(batches[rank], [True] * 4, stays=False)
         sizes = {item: float(batch.trajectories[batch.item_ids.index(item)].group_id) for item in batch.item_ids}
-        return batch, {name: value for name, value, _ in metrics}, balance.bring_home(batch, sizes)
+        return batch, {name: value for name, value, _ in metrics}, balance.send_back(batch, sizes)
 
     found = of_both(work, (0, 1))
     rows = [(t.group_id, t.ticket_id, rank) for rank, (batch, *_) in enumerate(found) for t in batch.trajectories]
@@ -221,4 +221,4 @@ def test_a_batch_is_that_of_the_only_rank(tmp_path: Path) -> None:
     batch = drawn([0, 1])
     balance = WorkBalance(Ranks("cpu"), PolicyModel.from_pretrained(save_lm(tmp_path)))
     assert balance.exchange(batch, [True] * 4, stays=False) == (batch, [])
-    assert balance.bring_home(batch, {0: 1.0, 1: 2.0}) == {0: 1.0, 1: 2.0}
+    assert balance.send_back(batch, {0: 1.0, 1: 2.0}) == {0: 1.0, 1: 2.0}

@@ -182,7 +182,7 @@ def test_a_model_with_biases_in_divided_matrices_learns_as_one_rank(start: Start
 
 @pytest.mark.system
 def test_ranks_that_share_the_policy_leave_a_step_out_together(start: Start, policy: Path, tmp_path: Path) -> None:
-    found = train(start, 2, policy, tmp_path / "out", "learner.batch_size=12", "learner.sharding=fsdp2", "endless=1")
+    found = train(start, 2, policy, tmp_path / "out", "learner.batch_size=12", "learner.sharding=fsdp2", "infinite=1")
     assert all(bool(p.isfinite().all()) for p in found.values())
     of_ranks = [facts(tmp_path / "out", rank) for rank in (0, 1)]
     assert [of_rank["skipped"] for of_rank in of_ranks] == [[0, 1, 0, 0, 0]] * 2

@@ -4,8 +4,8 @@ Its words: POLICY_DIRECTORY OUTPUT_DIRECTORY [SETTING ...]
 
 By rank: `facts-<rank>.json`, and from rank 0 `parameters`, whole, after the steps. With `resume=FILE` the optimizer
 goes on from the moments in it, and with `keep=FILE` they are written there. Where ranks share the policy they also save
-it in `saved`, and publish it on a board, `board`, in bfloat16: version 1 early, for the last rank. With `endless=1` the
-last rank has an episode with infinite rewards in its second update.
+it in `saved`, and publish it on a board, `board`, in bfloat16: version 1 early, for the last rank. With `infinite=1`
+the last rank has an episode with infinite rewards in its second update.
 """
 
 import json
@@ -58,7 +58,7 @@ def counted_passes(model: PolicyModel) -> Iterator[list[int]]:
     handle.remove()
 
 
-def endless(batch: Batch) -> Batch:
+def with_infinite_return(batch: Batch) -> Batch:
     """The batch with an episode whose rewards add up to infinity."""
     first, *others = batch.trajectories
     rewards = np.where(first.action_mask, np.float32(3e38), np.float32(0))
@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> None:
     policy, output, words = Path(arguments[0]), Path(arguments[1]), arguments[2:]
     torch.set_num_threads(1)
     files = {
-        key: Path(path) for key, path in (word.split("=", 1) for word in words if word[:4] in ("keep", "resu", "endl"))
+        key: Path(path) for key, path in (word.split("=", 1) for word in words if word[:4] in ("keep", "resu", "infi"))
     }
     width = next((int(word.split("=")[1]) for word in words if word.startswith("learner.tensor_parallel=")), 1)
     num_ranks = int(os.environ["WORLD_SIZE"]) // width
@@ -124,8 +124,8 @@ def main(arguments: list[str]) -> None:
     rows: list[dict[str, float]] = []
     with counted_passes(model) as passes:
         for update in range(UPDATES):
-            is_bad = "endless" in files and update == 1 and ranks.rank == num_ranks - 1
-            trainer.update(endless(batch) if is_bad else batch, 3 + update, progress=0.0)
+            is_bad = "infinite" in files and update == 1 and ranks.rank == num_ranks - 1
+            trainer.update(with_infinite_return(batch) if is_bad else batch, 3 + update, progress=0.0)
             rows.append(trainer.log.flush())
     state = trainer.optimizer.state_dict()
     held = [*model.parameters(), *(tensor for name, tensor in state.items() if not name.endswith(".step"))]

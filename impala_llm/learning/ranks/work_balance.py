@@ -109,8 +109,8 @@ class WorkBalance:
             batch, trajectories=trajectories_here, weights=weights_here, item_ids=numbers, borrowed=borrowed
         )
 
-    def bring_home(self, batch: Batch, sizes: dict[int, float]) -> dict[int, float]:
-        """Return a number for each item that this rank has drawn.
+    def send_back(self, batch: Batch, sizes: dict[int, float]) -> dict[int, float]:
+        """Send the numbers of items to the ranks that have drawn them; return those of this rank's items.
 
         Args:
             batch: that `exchange` returned.
