@@ -1,4 +1,4 @@
-"""The door: commands, help, bad input. Nothing is started here."""
+"""The command line: commands, help, bad input. Nothing is started here."""
 
 import json
 import os

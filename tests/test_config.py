@@ -1,4 +1,4 @@
-"""Bad settings stop at the door with the key, the value and the fix; good ones compose."""
+"""Bad settings are refused with the key, the value and the fix; good ones compose."""
 
 import dataclasses
 import json

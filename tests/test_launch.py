@@ -185,7 +185,7 @@ def test_actors_remove_nothing_that_a_learner_has_left_on_their_host(tmp_path: P
 
 
 def test_each_process_of_each_run_is_a_family_of_its_own() -> None:
-    """What is left of one is killed before it starts again, and the others play on."""
+    """Processes that one has left are killed before it starts again, and the others play on."""
     config = load(OVERRIDES)
     families = [child.environment[FAMILY] for _ in range(2) for child in launch.plan(config, OVERRIDES)]
     assert len(set(families)) == 8

@@ -31,7 +31,7 @@ HOPE = 0.7
 SPEC = EpisodeSpec("e", task_id=0, group_id=0, ticket_id=0, seed=0, env="webshop", actor_id="a", signature="")
 
 
-class Babbler:
+class Nonsense:
     """Engine that says the same nonsense in every turn."""
 
     version = 0
@@ -85,11 +85,11 @@ def hopeful(policy: Path) -> PolicyModel:
 
 
 def play(policy: Path, session: Session, max_length: int) -> Trajectory:
-    """An episode of babbling, with the log-probabilities that the policy has."""
+    """An episode of nonsense, with the log-probabilities that the policy has."""
     tokenizer = AutoTokenizer.from_pretrained(policy)
     completion = [*tokenizer.encode("nonsense", add_special_tokens=False), tokenizer.eos_token_id]
     limits = EpisodeLimits(1.0, 16, max_length)
-    episode = asyncio.run(play_episode(SPEC, session, Babbler(completion), ChatFormat(tokenizer), limits))  # type: ignore[arg-type]
+    episode = asyncio.run(play_episode(SPEC, session, Nonsense(completion), ChatFormat(tokenizer), limits))  # type: ignore[arg-type]
     [micro] = pack([episode], max_length)
     log_probs = np.zeros(episode.num_tokens, np.float32)
     log_probs[episode.action_mask] = action_log_probs(hopeful(policy), micro, 1.0).numpy()
@@ -112,7 +112,7 @@ def learn(policy: Path, episode: Trajectory) -> tuple[float, dict[str, float]]:
     [(True, 2048, 3), (False, 2048, 5), (True, 300, None)],
     ids=["invalid actions", "steps", "full context"],
 )
-def test_babbling_to_the_limit_does_not_pay(
+def test_nonsense_to_the_limit_does_not_pay(
     policy: Path, shop: WebShopSuite, training: bool, max_length: int, num_turns: int | None
 ) -> None:
     """A critic that hopes for 0.7 everywhere, and an episode that scores 0: it falls short of the hope."""

@@ -1,4 +1,4 @@
-"""What is wrong with the options of a part of the user's own is named, also inside of nested ones."""
+"""Mistakes in the options of a part of the user's own are named, also inside of nested ones."""
 
 from pathlib import Path
 from typing import Any

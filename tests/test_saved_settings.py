@@ -32,9 +32,9 @@ class Suite:
 SUITE = ["model=scratch", "env=own_parts:Suite"]
 TAUGHT = ["model=scratch", "algorithm=group_relative", "algorithm.credit=distillation"]
 CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\x85\u2028\u2029")
-"""Those that PyYAML writes and reads as they are."""
+"""Characters that PyYAML writes and reads as they are."""
 TEXTS = st.lists(st.sampled_from(["${", "\\", "$", "{", "}", "'", '"', "a", " ", ":", "."]) | CHARACTERS).map("".join)
-"""Of any characters, and often of those that have a meaning of their own in settings."""
+"""Texts have any characters, and often those that have a meaning of their own in settings."""
 
 
 @pytest.fixture(scope="module")

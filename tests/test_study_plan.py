@@ -219,8 +219,8 @@ def test_the_reports_of_the_second_study_come_out_of_its_data(tmp_path: Path) ->
 
 
 def test_what_delay_alone_leaves_is_the_score_of_so_many_updates_before() -> None:
-    """Of a score that rises by 0.01 an update, the last five evaluations are of 60 to 100 updates; 20 earlier it had
-    0.2 less."""
+    """The score rises by 0.01 an update; its last five evaluations are of 60 to 100 updates; 20 updates earlier it was
+    lower by 0.2."""
     [settings, *_] = (run for run in plan.rates([0]) if plan.rate_of(vars(run)) == 1e-3)
     runs = []
     for lag, slope in ((0, 0.01), (20, 0.005)):

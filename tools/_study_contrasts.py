@@ -230,7 +230,7 @@ def score_by(run: Result, seconds: float) -> float:
 
 
 def labels_with_rate(results: Sequence[Result]) -> dict[str, str]:
-    """Of each method its name with its learning rate, where it has one rate above lag 0 and does not name it."""
+    """Label of each method: its name, with the learning rate where it has one above lag 0 and does not name it."""
     labels = {}
     for (method,), runs in reporting.group_by(results, "method").items():
         rates = {plan.rate_of(run["settings"]) for run in runs if run["settings"]["lag"]}

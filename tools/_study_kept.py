@@ -1,4 +1,5 @@
-"""What is kept of a score under a lag, by other measures than the planned one, and Student's intervals of few pairs.
+"""Shares of a score that are kept under a lag, by other measures than the planned one, and Student's intervals of few
+pairs.
 
 Looked at after the runs, and said to be so where it is reported; the planned measures stand in _study_contrasts.py.
 """
@@ -112,7 +113,7 @@ def _student(values: Sequence[float], digits: int = 3) -> str:
 
 
 def _ratios(groups: dict[tuple[str, int], list[Result]], method: str, lag: int) -> dict[int, float]:
-    """What each seed keeps of its own score at lag 0, in percent."""
+    """Percentage of its own score at lag 0 that each seed keeps."""
     return _percents(*(contrasts.scores_by_seed(groups.get((method, at), [])) for at in (lag, 0)))
 
 

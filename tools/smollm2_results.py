@@ -25,7 +25,7 @@ OUT = Path(__file__).resolve().parent.parent / "docs" / "results" / "smollm2"
 
 
 def read_csv(path: Path) -> list[dict]:
-    """What `write_csv` of quickstart_results.py has written, a dictionary an update, without the gaps."""
+    """Read the file of `write_csv` of quickstart_results.py: a dictionary for each update, without the gaps."""
     with path.open(newline="") as lines:
         rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(lines)]
     return [{**row, "time_s": row["seconds"]} for row in rows]

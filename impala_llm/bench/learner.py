@@ -5,8 +5,8 @@ are actions. Contenders take turns in every round, in an order that rotates. Eac
 AdamW with a learning rate of 0, so that the weights stay), and all must find the same loss, to six digits. What is
 measured is the processor time of the process: other work on the machine lengthens the long contenders more.
 
-    trainer     `Trainer.update` with learner.token_budget=auto: it packs, counts, scores, judges, looks for numbers
-                that are not finite, and measures
+    trainer     `Trainer.update` with learner.token_budget=auto: it packs, counts, scores, computes advantages and
+                losses, looks for numbers that are not finite, and measures
     bare        the same forward, attention and log-probabilities on rows that were packed beforehand, and backward:
                 nothing else, and no entropy; at the micro-batch that is fastest here
     hf_packed   transformers' own model on packed rows with position_ids (SDPA, as FlashAttention needs a GPU), logits

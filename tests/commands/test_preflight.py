@@ -248,7 +248,7 @@ def test_shared_memory_that_is_too_small_is_refused(refused: Callable[..., str])
 
 
 def test_doctor_says_how_much_shared_memory_the_settings_reserve() -> None:
-    """Of a model from scratch its weights are not counted."""
+    """The weights of a model from scratch are not counted."""
     words = ["experiment=toy", "replay.capacity_mb=8000", "pipeline.arena_mb=1000", "actor.num_actors=2"]
     state, problems = doctor.memory(load([*words, "learner.num_ranks=2"]))
     reserved = (2 * (8000 * 5 / 4 + 64) + 2 * 1000) * 2**20

@@ -1,4 +1,4 @@
-"""What counts as a lack of memory: all libraries of a GPU say it in words of their own."""
+"""Errors that count as a lack of memory: each library of a GPU words its own."""
 
 import pytest
 import torch

@@ -34,11 +34,11 @@ async def waiting(answer, task):
     await asyncio.sleep(0)
     return 0.5
 
-class Judge:
+class Constant:
     async def __call__(self, answer, task):
         return 0.25
 
-judge = Judge()
+constant = Constant()
 
 def odd(answer, task):
     if answer == "raise":
@@ -250,7 +250,7 @@ def test_verifiers_score_where_they_can_harm_nobody(folder: Path) -> None:
     with_args = suite(f"env.args.file={path}", "env.args.verifier=mine:longer", "env.args.verifier_args.least=2")
     assert [score(with_args, 1, answer) for answer in ("222", "2222")] == [(0.0, 0.0), (1.0, 0.0)]
     assert score(suite(f"env.args.file={path}", "env.args.verifier=mine:waiting"), 1, "") == (0.5, 0.0)
-    assert score(suite(f"env.args.file={path}", "env.args.verifier=mine:judge"), 1, "") == (0.25, 0.0)
+    assert score(suite(f"env.args.file={path}", "env.args.verifier=mine:constant"), 1, "") == (0.25, 0.0)
     odd = suite(f"env.args.file={path}", "env.args.verifier=mine:odd", "env.args.timeout_s=2")
     assert [score(odd, 1, answer)[0] for answer in ("fork", "fine", "fork")] == [0.0, 1.0, 0.0], "each has its own"
     for answer in ("raise", "exit", "die", "nan", "hang", "hang with a child"):

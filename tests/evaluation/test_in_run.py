@@ -146,7 +146,7 @@ def test_patience_counts_from_the_first_evaluation_of_a_policy_that_has_learned(
 
 
 def test_an_evaluation_without_the_slow_tasks_neither_makes_the_best_nor_ends_the_run() -> None:
-    """Of 20 tasks 19 suffice."""
+    """19 tasks of 20 suffice."""
     due = schedule(every_updates=1, patience=1)
     assert due.observe(evaluation([0.5] * 20, 1), 1, 1).is_best
     few = due.observe(evaluation([1.0] * 18, 2, num_tasks=20), 2, 2)

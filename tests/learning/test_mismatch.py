@@ -157,7 +157,7 @@ def test_all_that_is_reported_is_declared(model: PolicyModel) -> None:
     assert names == {name for name in METRICS if name.startswith("mismatch/")}
 
 
-def judge(monitor: MismatchMonitor, rows: Sequence[Trajectory]) -> dict[str, float]:
+def look(monitor: MismatchMonitor, rows: Sequence[Trajectory]) -> dict[str, float]:
     monitor.look(rows, VERSION)
     return {name: value for name, value, _ in monitor.end()}
 
@@ -169,12 +169,12 @@ def test_the_alarm_names_figure_threshold_and_fix_once_and_ends_with_the_mismatc
     config.engine.dtype = "bfloat16"
     monitor = MismatchMonitor(config, model, CPU, TokenBudget(8192))
     with caplog.at_level(logging.WARNING):
-        assert judge(monitor, sampled_by(model, noise=0.05))["mismatch/alarm"] == 0
+        assert look(monitor, sampled_by(model, noise=0.05))["mismatch/alarm"] == 0
         assert not caplog.messages
         noisy = sampled_by(model, noise=0.3)
-        seen = judge(monitor, noisy)
+        seen = look(monitor, noisy)
         assert seen["mismatch/alarm"] == 1 and monitor.alarm
-        judge(monitor, noisy)
+        look(monitor, noisy)
     (message,) = caplog.messages
     for word in (
         f"{seen['mismatch/logprob_mean']:.3g} nats",
@@ -183,21 +183,21 @@ def test_the_alarm_names_figure_threshold_and_fix_once_and_ends_with_the_mismatc
         "algorithm.recompute_behaviour=on_mismatch",
     ):
         assert word in message
-    assert judge(monitor, sampled_by(model))["mismatch/alarm"] == 0
+    assert look(monitor, sampled_by(model))["mismatch/alarm"] == 0
 
 
 def test_a_mismatch_that_is_no_number_raises_the_alarm(model: PolicyModel) -> None:
     monitor = MismatchMonitor(settings(), model, CPU, TokenBudget(8192))
     with torch.no_grad():
         next(model.lm.parameters()).fill_(torch.nan)
-    assert judge(monitor, make_batch() + make_batch())["mismatch/alarm"] == 1
+    assert look(monitor, make_batch() + make_batch())["mismatch/alarm"] == 1
 
 
-def test_few_tokens_are_judged_together_with_those_of_later_updates(model: PolicyModel) -> None:
+def test_few_tokens_are_compared_together_with_those_of_later_updates(model: PolicyModel) -> None:
     monitor = MismatchMonitor(settings(), model, CPU, TokenBudget(8192))
     rows = sampled_by(model, noise=0.3)[:6]
     assert ENOUGH_TOKENS / 2 < sum(t.num_action_tokens for t in rows) < ENOUGH_TOKENS
-    assert [judge(monitor, rows)["mismatch/alarm"] for _ in range(4)] == [0, 1, 1, 1]
+    assert [look(monitor, rows)["mismatch/alarm"] for _ in range(4)] == [0, 1, 1, 1]
 
 
 def test_a_probe_takes_the_newest_rows_of_this_version_until_it_has_enough(model: PolicyModel) -> None:
@@ -208,16 +208,16 @@ def test_a_probe_takes_the_newest_rows_of_this_version_until_it_has_enough(model
             newest.append(t)
             num_tokens += t.num_action_tokens
     monitor = MismatchMonitor(settings(), model, CPU, TokenBudget(8192))
-    seen = judge(monitor, rows)
+    seen = look(monitor, rows)
     assert seen["mismatch/tokens"] == num_tokens
     assert seen["mismatch/logprob_mean"] == pytest.approx(abs(injected(model, newest)).mean(), abs=1e-5)
 
 
 def test_nothing_to_compare_leaves_no_metrics_and_the_alarm_as_it_was(model: PolicyModel) -> None:
     monitor = MismatchMonitor(settings(), model, CPU, TokenBudget(8192))
-    judge(monitor, sampled_by(model, noise=0.3))
-    assert judge(monitor, []) == {"mismatch/tokens": 0.0, "mismatch/alarm": 1.0}
-    assert judge(monitor, sampled_by(model, versions=[VERSION - 1])) == {"mismatch/tokens": 0.0, "mismatch/alarm": 1.0}
+    look(monitor, sampled_by(model, noise=0.3))
+    assert look(monitor, []) == {"mismatch/tokens": 0.0, "mismatch/alarm": 1.0}
+    assert look(monitor, sampled_by(model, versions=[VERSION - 1])) == {"mismatch/tokens": 0.0, "mismatch/alarm": 1.0}
 
 
 # --- in an update

@@ -64,7 +64,7 @@ def test_a_teacher_reads_its_context_before_each_episode(tmp_path: Path) -> None
 
 
 def test_a_reference_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    """At the door, and where the policy is made from scratch, once it is there."""
+    """Settings are refused when they are read; where the policy is made from scratch, once it is there."""
     other, kl = make_scratch_policy(tmp_path / "other"), ["algorithm.kl_coef=0.1", "engine.max_length=128"]
     lm = save_lm(tmp_path / "lm")
     said = rf"algorithm.reference={other} has a vocabulary of 100 tokens, the policy one of 50: name a model"

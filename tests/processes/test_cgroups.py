@@ -11,7 +11,7 @@ from impala_llm.config import load, threads_per_process
 from impala_llm.processes import cgroups
 
 UNLIMITED_V1 = "9223372036854771712"
-"""What version 1 says where there is no limit of memory: the largest number of whole pages."""
+"""Limit of memory that version 1 shows where there is none: the largest number of whole pages."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Processes killed, stopped and cut off at random: nothing is lost or done twice, and the judge would see if it were.
+"""Processes killed, stopped and cut off at random: nothing is lost or done twice, and the checker would see if it were.
 
 Ten minutes of it: `python tools/chaos.py --minutes 10 --seed 0`.
 """
@@ -44,7 +44,7 @@ def test_an_actor_that_takes_a_record_for_acknowledged_too_early_is_found_out() 
     assert any("was acknowledged and never arrived" in violation for violation in found["violations"])
 
 
-# --- the judge alone: a short history that is right, and what makes it wrong
+# --- the checker alone: a short history that is right, and what makes it wrong
 
 RANK, LATER_RANK, ACTOR, ENGINE = 1, 2, 3, 4
 """Process ids."""

@@ -233,7 +233,7 @@ OTHER_NETWORK = ("unshare", "--net")
     reason="no right to make network namespaces here",
 )
 def test_claims_are_seen_from_a_container_with_a_network_of_its_own() -> None:
-    """Which shares /dev/shm. What it calls localhost is another server."""
+    """The container shares /dev/shm; its localhost is another server."""
     run, near, far = uuid.uuid4().hex, f"http://localhost:{PORT}", f"http://{uuid.uuid4().hex}:30000"
     command = [*OTHER_NETWORK, sys.executable, "-c", ELSEWHERE, run, near, far]
     with claimed_servers([near, far]), claimed_indices(run, 1):

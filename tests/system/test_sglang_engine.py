@@ -217,12 +217,12 @@ def test_wrong_directories_are_refused_and_completions_go_on(rig, tmp_path, monk
         config = json.loads((rig.directory(0) / "config.json").read_text())
         other = type(rig.policies.models[0].config)(**{**config, "intermediate_size": config["intermediate_size"] * 2})
         type(rig.policies.models[0])(other).save_pretrained(wide)
-        for directory, complaint in (
+        for directory, said in (
             (tmp_path / "nowhere", "nowhere.*safetensors"),
             (cut, "cut"),
             (wide, "wide.*of another shape"),
         ):
-            with pytest.raises(EngineError, match=complaint):
+            with pytest.raises(EngineError, match=said):
                 await rig.engine.load_weights(directory, version + 1)
             assert rig.engine.version == version
         with pytest.raises(EngineError, match="older"):
@@ -243,12 +243,12 @@ def test_wrong_directories_are_refused_and_completions_go_on(rig, tmp_path, monk
 def test_requests_that_would_harm_the_server_are_refused(rig):
     async def test():
         size = rig.policies.vocab_size
-        for prompt, complaint in (
+        for prompt, said in (
             ([1, size], f"{size}"),
             ([1, -1], "-1"),
             ([1] * MAX_LENGTH, f"max_length={MAX_LENGTH}"),
         ):
-            with pytest.raises(EngineError, match=complaint):
+            with pytest.raises(EngineError, match=said):
                 await rig.engine.generate("wrong", prompt, SamplingParams())
         nearly_full = [1] * (MAX_LENGTH - 3)
         completion = await rig.engine.generate("full", nearly_full, SamplingParams(max_new_tokens=50))

@@ -128,7 +128,7 @@ def test_actors_outlive_what_keeps_their_servers_from_coming_up_unless_it_will_a
     empty = make_scratch_policy(tmp_path / "empty", hidden_size=32)
     (empty / "model.safetensors").unlink()
     python = f"engine.python={sglang_python()}"
-    complaints = {
+    reasons = {
         "has no sglang installed": [f"engine.python={bare / 'bin' / 'python'}"],
         "has no weights": [python, f"model.path={empty}"],
         "did not come up within 2 s (engine.start_timeout_s)": [python, "engine.start_timeout_s=2"],
@@ -136,15 +136,15 @@ def test_actors_outlive_what_keeps_their_servers_from_coming_up_unless_it_will_a
     settings = ("actor.num_actors=4", "learner.total_updates=60", "learner.batch_size=32", "pipeline.actor_timeout_s=4")
     with Run(tmp_path, "experiment=toy", *settings) as run:
         learner = run.call("learner")
-        given = enumerate(complaints.values())
+        given = enumerate(reasons.values())
         actors = [run.call("actor", "--index", str(i), "engine=sglang", *own) for i, own in given]
-        for i, complaint in enumerate(complaints):
+        for i, reason in enumerate(reasons):
             run.wait_for(
-                lambda i=i, complaint=complaint: any(
-                    line.startswith((f"actor-{i}: ", f"actor {i}: ")) and complaint in line
+                lambda i=i, reason=reason: any(
+                    line.startswith((f"actor-{i}: ", f"actor {i}: ")) and reason in line
                     for line in run.log.read_text().splitlines()
                 ),
-                f"the complaint of actor {i}: {complaint}",
+                f"the reason of actor {i}: {reason}",
                 START_S,
             )
         assert [process.wait(START_S) for process in actors[:2]] == [2, 2], run.printed()

@@ -73,7 +73,7 @@ def drop_spans(piece: dict, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("change", "said"),
     [
         (edit(output_token_logprobs=lambda pairs: pairs[1:]), "4 tokens have 3 log-probabilities"),
         (edit(completion_tokens=9), "4 \\+ 4 tokens have arrived, but it counts 9"),
@@ -106,12 +106,12 @@ def drop_spans(piece: dict, number: int) -> None:
         (no_end_of_lists, "not JSON"),
     ],
 )
-def test_a_broken_answer_is_named_and_the_engine_lives(change, complaint):
+def test_a_broken_answer_is_named_and_the_engine_lives(change, said):
     async def test():
         fake = FakeServer()
         async with running(fake) as engine:
             fake.change = change
-            with pytest.raises(EngineError, match=complaint) as caught:
+            with pytest.raises(EngineError, match=said) as caught:
                 await engine.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=10))
             assert isinstance(caught.value, BrokenAnswer) or fake.url in str(caught.value)
             fake.change = lambda piece, number: None

@@ -128,7 +128,7 @@ def interpreter(path: Path, code: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("code", "complaint"),
+    ("code", "said"),
     [
         ("raise ModuleNotFoundError('importlib.metadata.PackageNotFoundError: sglang')", "has no sglang installed"),
         ("print('0.5.20')", "has SGLang 0.5.20.*install 0.5.21 or newer"),
@@ -136,11 +136,9 @@ def interpreter(path: Path, code: str) -> str:
         ("raise SystemExit('nonsense')", "cannot tell its SGLang: nonsense"),
     ],
 )
-def test_an_interpreter_without_a_fitting_sglang_is_named_with_the_remedy(
-    code: str, complaint: str, tmp_path: Path
-) -> None:
+def test_an_interpreter_without_a_fitting_sglang_is_named_with_the_remedy(code: str, said: str, tmp_path: Path) -> None:
     python = interpreter(tmp_path / "python", code)
-    with pytest.raises(BadServerSettings, match=f"engine.python={python} {complaint}") as caught:
+    with pytest.raises(BadServerSettings, match=f"engine.python={python} {said}") as caught:
         asyncio.run(check_python(python))
     assert "tools/install_sglang_cpu.sh" in str(caught.value)
 

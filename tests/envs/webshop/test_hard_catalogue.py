@@ -218,11 +218,11 @@ def test_a_speaking_shopper_plays_the_same_and_says_what_it_found(catalogues):
     assert said >= 100
 
 
-def test_a_shopper_that_speaks_of_prices_plays_the_same_and_judges_each_new_result(catalogues):
+def test_a_shopper_that_speaks_of_prices_plays_the_same_and_says_of_each_new_result_whether_it_fits(catalogues):
     shown = {"observation_mode": "compact", "instruction_once": True, "row_numbers": True, "results_per_page": 5}
     silent = WebShopSuite(catalogues[0], WebShopConfig(**shown))
     speaking = WebShopSuite(catalogues[0], WebShopConfig(**shown, script_speaks_of_prices=True))
-    judged = {"yes": 0, "no": 0, "overlooked": 0}
+    counts = {"yes": 0, "no": 0, "overlooked": 0}
     for task, noise in itertools.product(silent.tasks("train")[:40], (0.0, 1.0)):
         make = partial(speaking.script, noise, task)
         assert play(speaking, make, task) == play(silent, partial(silent.script, noise, task), task)
@@ -241,13 +241,13 @@ def test_a_shopper_that_speaks_of_prices_plays_the_same_and_judges_each_new_resu
             answers = re.findall(r"(\d+\.?\d*) (yes|no)\b", words)
             if opened and expected[-1][1] == "no":  # it overlooked the limit
                 assert noise and answers == []
-                judged["overlooked"] += 1
+                counts["overlooked"] += 1
             else:
                 assert answers == expected
-            for _, judgement in answers:
-                judged[judgement] += 1
+            for _, word in answers:
+                counts[word] += 1
             observation, _, terminated, _, info = session.step(answer)
-    assert min(judged.values()) >= 20
+    assert min(counts.values()) >= 20
 
 
 def test_the_setting_chooses_the_catalogue():

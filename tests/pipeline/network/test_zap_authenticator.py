@@ -178,7 +178,7 @@ def test_nobody_gets_in_when_the_authenticator_has_gone(server: Server, context:
 
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
-BABBLE = {
+INVALID_HANDSHAKES = {
     "http": b"GET / HTTP/1.1\r\nHost: learner\r\n\r\n",
     "old ZeroMQ": b"\x01\x00\x05hello",
     "random": bytes(range(255, -1, -1)) * 40,
@@ -190,16 +190,16 @@ BABBLE = {
 }
 
 
-@pytest.mark.parametrize("babble", BABBLE.values(), ids=BABBLE)
-def test_a_babbling_peer_is_cut_off_and_counted(
-    server: Server, context: zmq.Context, folder: Path, babble: bytes
+@pytest.mark.parametrize("sent", INVALID_HANDSHAKES.values(), ids=INVALID_HANDSHAKES)
+def test_a_peer_without_a_valid_handshake_is_cut_off_and_counted(
+    server: Server, context: zmq.Context, folder: Path, sent: bytes
 ) -> None:
     with dealer(context, server.endpoint, b"b", MAX_BYTES, load_actor_keys(folder, "b")) as actor:
         actor.send(b"before")
         assert server.receive() == ("b", b"before")
         with socket.create_connection(server.address) as peer:
             with suppress(OSError):  # it may have been cut off already
-                peer.sendall(babble)
+                peer.sendall(sent)
                 peer.shutdown(socket.SHUT_WR)
             server.has_refused(1)
         actor.send(b"after")
@@ -290,7 +290,7 @@ def test_a_connection_that_is_ended_for_want_of_descriptors_is_counted_and_repor
                 pass
     talks(server, context, load_actor_keys(folder, "a"), "a")
     with socket.create_connection(server.address) as peer:
-        peer.sendall(BABBLE["http"])
+        peer.sendall(INVALID_HANDSHAKES["http"])
     server.has_refused(2)
     assert server.authenticator.refused == 2
     first, second = caplog.messages
@@ -303,7 +303,7 @@ def test_every_refusal_counts_and_few_are_logged(
     talks(server, context, load_actor_keys(folder, "a"), "a")
     for _ in range(200):
         with socket.create_connection(server.address) as peer, suppress(OSError):
-            peer.sendall(BABBLE["http"])
+            peer.sendall(INVALID_HANDSHAKES["http"])
     wait_for(lambda: server.authenticator.refused >= 200)
     talks(server, context, load_actor_keys(folder, "a"), "a")
     assert server.authenticator.refused == 200
@@ -364,7 +364,7 @@ def test_one_authenticator_guards_several_sockets(server: Server, context: zmq.C
         port = int(second.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").rpartition(b":")[2])
         for total, address in enumerate((server.address, ("127.0.0.1", port)), start=1):
             with socket.create_connection(address) as peer:
-                peer.sendall(BABBLE["http"])
+                peer.sendall(INVALID_HANDSHAKES["http"])
                 server.has_refused(total)
     talks(server, context, load_actor_keys(folder, "a"), "a")
 

@@ -115,7 +115,7 @@ def copied(folder: Path, token_fields: str = "", turn_fields: str = "", attribut
 
 
 def run(program: str, folder: Path) -> str:
-    """What a program prints that imports the package of this folder."""
+    """Return the output of a program that imports the package of this folder."""
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     environment.pop("NUMBA_CACHE_DIR", None)
     command = [sys.executable, "-c", textwrap.dedent(program)]

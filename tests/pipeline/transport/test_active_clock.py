@@ -23,12 +23,12 @@ def test_what_a_peer_says_forges_no_line_of_the_log(caplog: pytest.LogCaptureFix
     assert record.message == f"an episode failed: {shown}"
 
 
-def test_repeated_complaints_are_counted_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    complaints = RateLimitedWarnings(interval_s=3600.0)
+def test_repeated_warnings_are_counted_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    warnings = RateLimitedWarnings(interval_s=3600.0)
     with caplog.at_level(logging.WARNING):
         for number in range(5):
-            complaints.log("malformed", f"number {number}")
-        complaints.log("other", "once")
+            warnings.log("malformed", f"number {number}")
+        warnings.log("other", "once")
     assert [record.message for record in caplog.records] == [
         "malformed: number 0",
         "other: once",

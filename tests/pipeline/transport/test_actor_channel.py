@@ -293,11 +293,11 @@ def test_a_signal_in_the_middle_of_a_turn_ends_the_receiver_and_nothing_more_is_
 ) -> None:
     receiver, actor = pair.receiver(), pair.actor()
     [ticket, _] = pair.tickets(actor, 2)
-    # Judged, and neither kept nor answered: here the signal comes.
-    judge = pair.ledger.received_all
+    # The ledger has its verdict, and the record is neither kept nor answered: here the signal comes.
+    received_all = pair.ledger.received_all
 
     def interrupted(claims: Iterable[Claim]) -> list[Verdict]:
-        judge(claims)
+        received_all(claims)
         raise SystemExit(143)
 
     monkeypatch.setattr(pair.ledger, "received_all", interrupted)

@@ -372,13 +372,13 @@ def test_weights_that_are_not_what_was_announced_are_never_published(
     host.assert_has(0)
 
 
-def test_babble_and_doubled_answers_are_passed_over(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_and_doubled_answers_are_passed_over(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     host.publisher.publish(make_tensors(0), 0)
 
-    def babble(frames: list[bytes]) -> list[list[bytes]]:
+    def malformed(frames: list[bytes]) -> list[list[bytes]]:
         return [[b"\xc1"], [b""], [*frames, b"more", b"frames"], frames, frames]
 
-    relay = host.relay(lambda: Cable(host.connect(), babble))
+    relay = host.relay(lambda: Cable(host.connect(), malformed))
     assert relay.turn() == 0
     assert "malformed answer of the weight server" in caplog.text
     host.assert_has(0)

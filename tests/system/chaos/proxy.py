@@ -25,7 +25,7 @@ RATES = {
     "reorder": 0.01,
     "truncate": 0.005,
     "flip": 0.01,
-    "babble": 0.002,
+    "noise": 0.002,
     "cut": 0.003,
     "half": 0.002,
 }
@@ -169,7 +169,7 @@ class Proxy:
                     changed[self.random.randrange(len(changed))] ^= 1 << self.random.randrange(8)
                 message[index] = bytes(changed)
                 writer.write(message_bytes(message))
-            case "babble":
+            case "noise":
                 # Both ends have lost the frames' borders for good: what follows is noise, too, until it is cut.
                 writer.write(self.random.randbytes(self.random.randrange(1, 200)))
                 asyncio.get_running_loop().call_later(self.random.uniform(*NOISE_S), connection.cut)

@@ -228,11 +228,11 @@ class World:
         self._until(lambda: all(child.has_finished for child in ending), REST_S, "ranks or engines do not end")
         self.log.say("rest")
 
-    def _until(self, condition, seconds: float, complaint: str) -> None:
+    def _until(self, condition, seconds: float, said: str) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
-                raise Unrest(f"{complaint} within {seconds:g} s: see {self.settings.directory}")
+                raise Unrest(f"{said} within {seconds:g} s: see {self.settings.directory}")
             self._turn()
             time.sleep(TURN_S)
 
