@@ -122,6 +122,9 @@ class RankChannels:
     def send(self, trajectory: Trajectory) -> bool:
         """Send to the rank that granted the trajectory's ticket, see `ActorChannel.send`.
 
+        Returns:
+            Whether there was room for it in the arena; finish no more episodes for a while where there was none.
+
         Raises:
             ValueError: the ticket was not granted to this actor.
             RecordTooLarge, RecordError: see `ActorChannel.send`.
@@ -146,7 +149,7 @@ class RankChannels:
         return self._channels[0]
 
     async def poll_async(self, timeout_s: float) -> list[Event]:
-        """Collect the events of all ranks; if there are none, wait for one for at most `timeout_s`. Each version is
+        """Return the events of all ranks; if there are none, wait for one for at most `timeout_s`. Each version is
         reported once.
 
         Raises:

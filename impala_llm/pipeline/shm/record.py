@@ -105,6 +105,9 @@ class EncodedTrajectory(NamedTuple):
 def encode_record(trajectory: Trajectory) -> EncodedTrajectory:
     """Encode a trajectory without copying its arrays.
 
+    Returns:
+        The record in two parts, the arrays in the second one.
+
     Raises:
         RecordError: its metadata is too large.
     """

@@ -47,7 +47,7 @@ class Curriculum:
             self._rates[kind] = rate + max(1 / (count + 2), _FORGETTING) * (success - rate), count + 1
 
     def rate(self, kind: str) -> float:
-        """Success rate of a kind, as far as it is known; before the first episode 0.5."""
+        """Return the success rate of a kind, in [0, 1], as far as it is known; before the first episode 0.5."""
         with self._lock:
             return self._rates.get(kind, (0.5, 0))[0]
 

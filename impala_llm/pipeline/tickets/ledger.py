@@ -202,6 +202,9 @@ class TicketLedger:
             episode_id: tells the attempts at a ticket apart.
             unroll_index: index among the unrolls of the episode, from 0.
             continues: another unroll of the episode will follow.
+
+        Returns:
+            Whether it counts, and why not, see `Verdict`.
         """
         with self._lock:
             ticket = self.lookup(ticket_id)

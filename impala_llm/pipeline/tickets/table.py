@@ -112,7 +112,7 @@ class TicketTable:
         self.slots.charge_group()
 
     def open(self, ticket_id: int, actor_id: str) -> Ticket:
-        """Open a ticket, which the caller has taken out of `ready`.
+        """Open and return a ticket, which the caller has taken out of `ready`.
 
         Args:
             ticket_id: of the ticket.
@@ -184,7 +184,7 @@ class TicketTable:
         return Verdict.ACCEPTED
 
     def receive_all(self, claims: Iterable[Claim]) -> list[Verdict]:
-        """Note trajectories, in order, see `TicketLedger.received_all`."""
+        """Note trajectories, in order; return a verdict on each, see `TicketLedger.received_all`."""
         verdicts = []
         entries, open_at, changed = self.entries, self.open_at, self.changed
         num_received = 0
