@@ -35,6 +35,7 @@ _OF_EVALUATIONS = [f"evaluation.{key}" for key in ("run_tasks", "run_temperature
 _OF_A_TABLE = [f"evaluation.{key}" for key in ("split", "num_tasks", "baselines", "num_examples", "unseen_seed")]
 _OF_THE_SPEAKER = ["env.webshop.script_speaks", "env.webshop.script_speaks_of_prices"]
 _OF_THE_SHOP = ["env.webshop", "evaluation.unseen_seed"]
+_OF_A_CLIP = [f"algorithm.loss.{key}" for key in ("clip_low", "clip_high", "dual_clip")]
 _OF_REWARDS = [f"algorithm.{key}" for key in ("normalize_reward", "overlong_tokens", "overlong_penalty",
                                               "reward_kl_coef", "credit.discount")]  # fmt: skip
 
@@ -83,6 +84,8 @@ def _rules_of_parts(config: Config) -> list[_Rule]:
 def _rules_of_learning(config: Config) -> list[_Rule]:
     """Rules for algorithm, learner and replay buffer. A fix names all words without which it would be refused."""
     algorithm, learner, replay = config.algorithm, config.learner, config.replay
+    loss: Any = algorithm.loss
+    clips_one = loss.name == "decoupled_ppo" and loss.proximal == "recomputed" and learner.steps_per_update == 1
     usual = LearnerConfig()
     no_reward_kl = ", reward_kl_coef=0" if algorithm.credit.learns_from_rewards else ""
     no_reference = f"with algorithm.kl_coef=0{no_reward_kl} and algorithm.credit={algorithm.credit.name}"
@@ -104,6 +107,10 @@ def _rules_of_learning(config: Config) -> list[_Rule]:
          no_head._replace(is_refused=False)),
         (algorithm.credit.ignores_turn_ratio, ["algorithm.credit.turn_ratio"],
          Idle("with algorithm.credit.granularity=token", "algorithm.credit.granularity=turn")),
+        # Not refused here: settings_checks refuses a refill above 0, and a comparison of losses gives a clip to all.
+        (not algorithm.credit.compares_group, ["algorithm.refill"],
+         Idle(f"with algorithm.credit={algorithm.credit.name}, which compares no group", is_refused=False)),
+        (clips_one, _OF_A_CLIP, Idle("with one optimizer step an update, where π/π_prox is 1", is_refused=False)),
         (not algorithm.uses_reference, ["algorithm.reference"], Idle(no_reference, "algorithm.kl_coef=0.05")),
         (algorithm.overlong_tokens is None, ["algorithm.overlong_penalty"],
          Idle("with algorithm.overlong_tokens=null", f"algorithm.overlong_tokens={overlong}")),

@@ -17,6 +17,7 @@ from tests.test_sft import signal_handlers_kept, words
 BY_TOKEN = ("algorithm.credit.granularity=token",)
 DATA = Path(__file__).parents[1] / "fixtures" / "webshop" / "data"
 FILES = (f"env.webshop.items={DATA}/items_shuffle.json", f"env.webshop.attributes={DATA}/items_ins_v2.json")
+CLIP = ["algorithm.loss.clip_low", "algorithm.loss.clip_high", "algorithm.loss.dual_clip"]
 RUNNING = ("engine=sglang", "engine.urls=['http://a:1']")
 
 
@@ -347,6 +348,8 @@ def test_a_dry_run_shows_the_settings_that_have_an_effect() -> None:
         ([], ["env.args"], ["env=corridor"]),
         ([], ["pipeline.keys"], []),
         ([], ["engine.options"], []),
+        (["algorithm=ppo"], ["algorithm.refill"], ["algorithm=group_relative"]),
+        (["algorithm=icepop"], CLIP, ["algorithm=icepop", "learner.minibatches=2"]),
         ([], ["replay.target_ess"], ["replay.max_replays=2", "replay.max_replayed_share=0.5"]),
         ([], ["evaluation.patience"], ["evaluation.every_updates=5"]),
     ],
