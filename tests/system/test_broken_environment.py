@@ -8,8 +8,6 @@ import pytest
 from tests.system.runs import IMPATIENT, Run, column
 
 PATCH = """
-from impala_llm.envs import toy
-
 whole = toy.ParrotSession.step
 count = 0
 
@@ -24,11 +22,16 @@ toy.ParrotSession.step = broken
 """
 
 
+def patch(folder: Path, code: str) -> str:
+    """Make a folder for PYTHONPATH in which each process runs this code, on the module `toy`, as it starts."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(f"from impala_llm.envs import toy\n{code}")
+    return str(folder)
+
+
 def break_environment(folder: Path, sound: int, fault: str) -> str:
     """A folder for PYTHONPATH in which each process's environment breaks after so many steps."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(PATCH.format(sound=sound, fault=fault))
-    return str(folder)
+    return patch(folder, PATCH.format(sound=sound, fault=fault))
 
 
 @pytest.mark.system
@@ -48,16 +51,9 @@ def test_an_environment_that_always_raises_ends_the_run_with_the_reason(tmp_path
 
 @pytest.mark.system
 def test_an_environment_that_breaks_before_its_first_page_ends_the_run_as_well(tmp_path: Path) -> None:
-    patch = tmp_path / "patch"
-    patch.mkdir()
-    (patch / "sitecustomize.py").write_text(
-        "from impala_llm.envs import toy\n"
-        "def fail(self, argument):\n"
-        '    raise KeyError("no such house")\n'
-        "toy.ParrotSuite.session = fail\n"
-    )
+    failing = 'def fail(self, argument):\n    raise KeyError("no such house")\ntoy.ParrotSuite.session = fail\n'
     with Run(tmp_path / "run", "experiment=toy", "actor.num_actors=1", IMPATIENT) as run:
-        run.python_path.insert(0, str(patch))
+        run.python_path.insert(0, patch(tmp_path / "patch", failing))
         assert run.train().wait(200) == 2, run.printed()
         run.assert_gone()
         printed = run.log.read_text()
@@ -67,10 +63,7 @@ def test_an_environment_that_breaks_before_its_first_page_ends_the_run_as_well(t
 @pytest.mark.system
 def test_an_environment_that_returns_what_it_must_not_ends_the_run_at_its_first_episodes(tmp_path: Path) -> None:
     """Without a score; what else is wrong, and how it is named, tests/envs/test_contract.py shows."""
-    patch = tmp_path / "patch"
-    patch.mkdir()
-    (patch / "sitecustomize.py").write_text(
-        "from impala_llm.envs import toy\n"
+    wrong = (
         "whole = toy.ParrotSession.step\n"
         "def wrong(self, action):\n"
         "    observation, reward, terminated, truncated, info = whole(self, action)\n"
@@ -79,7 +72,7 @@ def test_an_environment_that_returns_what_it_must_not_ends_the_run_at_its_first_
         "toy.ParrotSession.step = wrong\n"
     )
     with Run(tmp_path / "run", "experiment=toy", "actor.num_actors=1") as run:
-        run.python_path.insert(0, str(patch))
+        run.python_path.insert(0, patch(tmp_path / "patch", wrong))
         printed = run.refused()
         assert "episodes failed one after the other" in printed
         assert "info['score'] is None at the end: a number in [0, 1] is expected" in printed

@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from impala_llm.engines.base import SamplingParams
+from impala_llm.engines.base import Generation, SamplingParams
 from impala_llm.engines.sglang import process_group, weight_lock
 from impala_llm.engines.sglang.engine import SGLangEngine
 from impala_llm.engines.sglang.launch_args import ServerSettings
@@ -55,6 +55,27 @@ class FedRig(Rig):
         assert (await self.send(sender, version)).num_received == 1
         assert await self.engine.adopt(version)
         return version
+
+    async def lose(
+        self, sender: WeightSender, version: int, event: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    ) -> list[tuple[list[int], asyncio.Task[Generation]]]:
+        """Send a version while completions are under way, and have `event` happen at its third bucket, so that the
+        server is dropped. Returns the prompts with their completions."""
+        prompts, broadcast, calls = self.prompts(EPISODES), process_group.begin_broadcast, []
+
+        def failing(*arguments: object) -> object:
+            calls.append(1)
+            if len(calls) == 3:
+                event()
+            return broadcast(*arguments)
+
+        completions = start_completions(self.engine, prompts, LONG)
+        await has_decoded(self.engine, 20 * EPISODES)
+        with monkeypatch.context() as patch:
+            patch.setattr(process_group, "begin_broadcast", failing)
+            sent = await self.send(sender, version)
+        assert (sent.num_received, sent.num_dropped) == (0, 1)
+        return list(zip(prompts, completions, strict=True))
 
     async def check_fresh_completions(self) -> None:
         """Log-probabilities of the newest version, against the learner's own forward."""
@@ -176,32 +197,22 @@ def test_a_server_that_hangs_costs_one_timeout_and_the_other_goes_on(rig: FedRig
 
 def test_no_token_comes_from_a_part_of_a_version(rig: FedRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A transfer breaks off in the middle: the server stands still until it has a whole version, from disk."""
-    broadcast, calls = process_group.begin_broadcast, []
 
-    def breaking(*arguments: object) -> object:
-        calls.append(1)
-        if len(calls) == 3:
-            raise TransferError("broken off")
-        return broadcast(*arguments)
+    def break_off() -> None:
+        raise TransferError("broken off")
 
     async def test() -> None:
-        prompts = rig.prompts(EPISODES)
         with WeightSender("recompute_kv", key=rig.server.key, timeout_s=20, bucket_bytes=SMALL) as sender:
             first = await rig.meet(sender)
             before = rig.engine.fed
-            completions = start_completions(rig.engine, prompts, LONG)
-            await has_decoded(rig.engine, 20 * EPISODES)
-            monkeypatch.setattr(process_group, "begin_broadcast", breaking)
-            sent = await rig.send(sender, first + 1)
-            assert (sent.num_received, sent.num_dropped) == (0, 1)
-            monkeypatch.undo()
+            episodes = await rig.lose(sender, first + 1, break_off, monkeypatch)
             assert not await rig.engine.adopt(first + 1)
             # Until it comes back under another number it is let alone.
             assert await asyncio.to_thread(sender.send, before, rig.tensors(first + 1), first + 1) == Sent()
             await rig.engine.load_weights(*rig.newest)
-            for prompt, completion in zip(prompts, await asyncio.gather(*completions), strict=True):
-                assert set(completion.versions.tolist()) == {first, first + 1}
-                rig.check(prompt, completion)
+            for prompt, completion in episodes:
+                assert set((await completion).versions.tolist()) == {first, first + 1}
+                rig.check(prompt, await completion)
             assert rig.engine.fed.keys() != before.keys()
             assert (await rig.send(sender, first + 2)).num_received == 1
             assert await rig.engine.adopt(first + 2)
@@ -240,31 +251,21 @@ def test_what_a_killed_learner_left_behind_is_put_right(rig: FedRig, monkeypatch
 
 def test_a_server_killed_in_the_middle_of_a_transfer(rig: FedRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The learner is held up for no longer than its timeout; completions go on when the server is back; so do sends."""
-    broadcast, calls = process_group.begin_broadcast, []
 
-    def killing(*arguments: object) -> object:
-        calls.append(1)
-        if len(calls) == 3:
-            for process in psutil.Process().children(recursive=True):
-                # Its guard, which waits for it, stays.
-                if process.ppid() != os.getpid():
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
-        return broadcast(*arguments)
+    def kill_server() -> None:
+        for process in psutil.Process().children(recursive=True):
+            # Its guard, which waits for it, stays.
+            if process.ppid() != os.getpid():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
     async def test() -> None:
-        prompts = rig.prompts(EPISODES)
         with WeightSender("recompute_kv", key=rig.server.key, timeout_s=15, bucket_bytes=SMALL) as sender:
             first = await rig.meet(sender)
-            completions = start_completions(rig.engine, prompts, LONG)
-            await has_decoded(rig.engine, 20 * EPISODES)
-            monkeypatch.setattr(process_group, "begin_broadcast", killing)
-            sent = await rig.send(sender, first + 1)
-            assert (sent.num_received, sent.num_dropped) == (0, 1)
-            monkeypatch.undo()
-            for prompt, completion in zip(prompts, await asyncio.gather(*completions), strict=True):
-                assert set(completion.versions.tolist()) == {first, first + 1}
-                rig.check(prompt, completion)
+            episodes = await rig.lose(sender, first + 1, kill_server, monkeypatch)
+            for prompt, completion in episodes:
+                assert set((await completion).versions.tolist()) == {first, first + 1}
+                rig.check(prompt, await completion)
             assert rig.engine.version == first + 1  # at its handshake
             assert (await rig.send(sender, first + 2)).num_received == 1
             assert await rig.engine.adopt(first + 2)
