@@ -1,5 +1,6 @@
 """Saving at a rank: what is written where the disk, or whatever else, refuses a part of it."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -7,7 +8,7 @@ import threading
 import uuid
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -35,9 +36,13 @@ from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.learning.publishing import VersionPublisher
 from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.learning.saving import RankParts, Saving, UpdateEnd
+from impala_llm.pipeline import ActorEndpoint
 from impala_llm.pipeline.shm.run_directory import find_run, remove_run_dir
+from impala_llm.pipeline.transport.actor_channel import ActorChannel
+from impala_llm.pipeline.transport.messages import Grant
 from impala_llm.settings import Config, LearnerConfig, LoraConfig
 from tests.learning.builders import save_lm
+from tests.pipeline.support import make_trajectory
 from tests.two_ranks import Meeting, ThreadRanks
 
 MOMENT = UpdateEnd(update=5, version=5, seconds=1.0)
@@ -330,17 +335,14 @@ def test_shared_memory_outlives_all_ends_until_policy_and_checkpoint_are_on_the_
     assert find_run(config.run.name) is None
 
 
-def step_without_training(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a learner make an update of nothing, and wait for the checkpoint that it may begin."""
-    batch = Mock(trajectories=[], num_tokens=1)
-    monkeypatch.setattr(learner, "take_batch", lambda: batch)
-    monkeypatch.setattr(learner.trainer, "update", Mock())
-    monkeypatch.setattr(learner.batches, "learned", Mock())
-    monkeypatch.setattr(learner.publisher, "publish", Mock(return_value={}))
-    for name in ("observe", "finish_step"):
-        monkeypatch.setattr(learner.meters, name, Mock())
-    monkeypatch.setattr(learner.meters, "gather", Mock(return_value={}))
-    monkeypatch.setattr(learner.meters.log, "merge", Mock())
+def step(learner: Learner, actor: ActorChannel) -> None:
+    """Play the tickets of an update, have the learner train on them, and wait for the checkpoint that it may begin."""
+    num_played = 0
+    while num_played < learner.config.learner.batch_size or actor.num_unacknowledged:
+        for ticket in (each for event in actor.poll(1.0) if isinstance(event, Grant) for each in event.tickets):
+            played = make_trajectory(ticket, version=learner.version)
+            actor.send(dataclasses.replace(played, tokens=played.tokens % learner.model.vocab_size))
+            num_played += 1
     assert learner.step()
     learner.checkpointer.wait()
 
@@ -350,16 +352,20 @@ def test_a_checkpoint_is_due_after_the_first_update_and_then_once_for_each_time(
 ) -> None:
     """A host that is lost before `learner.checkpoint_minutes` are over has one already, and no update follows with a
     second one."""
-    config = load(["experiment=toy", f"run.name=test-{uuid.uuid4().hex[:12]}", f"run.dir={tmp_path}"])
-    config.run.terminal = False
-    config.learner.checkpoint_minutes, config.learner.checkpoints_kept = 1.0, 100
+    small = ["learner.batch_size=2", "algorithm.group_size=2", "model.scratch.hidden_size=16", "run.terminal=false"]
+    often = ["learner.checkpoint_minutes=1", "learner.checkpoints_kept=100"]
+    name = f"run.name=test-{uuid.uuid4().hex[:12]}"
+    config = load(["experiment=toy", name, f"run.dir={tmp_path}", *small, *often])
     clock = Mock(**{"monotonic.return_value": 0.0})
     monkeypatch.setattr(saving_module, "time", clock)
     with ExitStack() as stack:
         learner = Learner(config, Ranks("cpu"), stack, Start(), Mock(number=0))
+        actor = stack.enter_context(closing(ActorEndpoint(config, "actor-0").connect())).first
+        actor.hello()
+        actor.request(2)
         for _ in range(12):
             clock.monotonic.return_value += 15.0
-            step_without_training(learner, monkeypatch)
+            step(learner, actor)
         found = sorted(map(update_of, checkpoints(tmp_path)))
     assert found == [1, 6, 11]
 
