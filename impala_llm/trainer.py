@@ -87,14 +87,12 @@ class Trainer:
         self.balance = WorkBalance(ranks, model)
         self.scorers = Scorers(config, model, ranks.device)
         self.entropy = EntropyControl(config.algorithm)
-        algorithm = config.algorithm
-        if not self.credit.learns_from_rewards:  # what shapes them would cost, and show in metrics alone
-            algorithm = replace(algorithm, normalize_reward=False, overlong_tokens=None, reward_kl_coef=0.0)
-        self.rewards = RewardScale(algorithm.normalize_reward, ranks.world_size)
+        is_scaled = config.algorithm.normalize_reward and self.credit.learns_from_rewards
+        self.rewards = RewardScale(is_scaled, ranks.world_size)
         self.collapse = CollapseAlarm(config.algorithm)
         self.idle_updates = IdleUpdates(config.algorithm)
         self.warnings = RateLimitedWarnings(on_terminal=True)
-        self.shaping = Shaping(replace(config, algorithm=algorithm), self.scorers, self.budget, ranks.device)
+        self.shaping = Shaping(config, self.scorers, self.budget, ranks.device)
         self.survey = Survey(config, model, ranks, self.budget, self.monitor, self.rows, self.take_part)
         self.num_updates = 0
         """Updates of the run; after a restart without a checkpoint those of this process, and warm-ups begin again."""

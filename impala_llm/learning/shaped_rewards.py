@@ -19,16 +19,16 @@ class Shaping:
     def __init__(self, config: Config, scorers: Scorers, budget: TokenBudget, device: torch.device) -> None:
         self._algorithm, self._limit = config.algorithm, config.engine.max_length
         self._scorers, self._budget, self._device = scorers, budget, device
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is added."""
-        return self._algorithm.overlong_tokens is not None or self._algorithm.reward_kl_coef > 0
+        is_asked_for = self._algorithm.overlong_tokens is not None or self._algorithm.reward_kl_coef > 0
+        self.is_on = is_asked_for and self._algorithm.credit.learns_from_rewards
+        """Whether anything is added; where no reward is learned from it would cost, and show in metrics alone."""
 
     def rewards(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
         """float32[turns] for each trajectory."""
         algorithm, limit = self._algorithm, self._limit
         found = [np.zeros(len(t.turns), np.float32) for t in trajectories]
+        if not self.is_on:
+            return found
         if algorithm.overlong_tokens is not None:
             for t, extra in zip(trajectories, found, strict=True):
                 if len(extra) and not t.continues:
