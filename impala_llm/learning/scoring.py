@@ -121,7 +121,8 @@ def _frozen(config: Config, key: str, policy: PolicyModel, device: torch.device)
     path = other_models(config).get(key)
     directory = resolve_policy(config) if path is None else model_directory(path)
     assert directory is not None  # checked by config.problems
-    model = PolicyModel.from_pretrained(directory).requires_grad_(False).to(device)
+    named_by = "model.path" if path is None else key
+    model = PolicyModel.from_pretrained(directory, key=named_by).requires_grad_(False).to(device)
     model.check(config.engine.max_length)
     model.compute_in(config.learner.precision)
     if policy.attention != SEGMENTS:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from impala_llm.engines.base import ModelRefused
 from impala_llm.engines.embedded.model_weights import SAFETENSORS_NAMES
@@ -135,3 +135,46 @@ def test_damaged_files_are_refused_in_a_sentence(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ModelRefused, match=f"the model {tmp_path} cannot be loaded .*Safetensor"):
         PolicyModel.from_pretrained(tmp_path)
+
+
+def without(directory: Path, word: str) -> Path:
+    """Take the tensors with a word in their names out of a model's files."""
+    weights = load_file(directory / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if word not in name}
+    save_file(kept, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("tied", "word", "named"),
+    [
+        (True, "layers.0", r"model.layers.0.input_layernorm.weight, .* and 8 more"),
+        (True, "model.norm", "model.norm.weight;"),
+        (True, "embed_tokens", "lm_head.weight, model.embed_tokens.weight;"),
+        (False, "lm_head", "lm_head.weight;"),
+    ],
+)
+def test_a_checkpoint_that_lacks_weights_is_refused_and_no_random_ones_are_trained(
+    tmp_path: Path, tied: bool, word: str, named: str
+) -> None:
+    directory = without(save_lm(tmp_path, tied=tied), word)
+    with pytest.raises(ModelRefused, match=f"model.path={directory} lacks weights of a Qwen3ForCausalLM, .*: {named}"):
+        PolicyModel.from_pretrained(directory)
+
+
+def test_a_reward_model_is_no_policy(tmp_path: Path) -> None:
+    """It has all layers, and another head."""
+    save_lm(tmp_path / "lm", "llama", tied=False)
+    AutoModelForSequenceClassification.from_pretrained(tmp_path / "lm", num_labels=1).save_pretrained(
+        tmp_path / "reward"
+    )
+    with pytest.raises(ModelRefused, match="lm_head.weight; .*set algorithm.reference"):
+        PolicyModel.from_pretrained(tmp_path / "reward", key="algorithm.reference")
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *WITH_EXPERTS])
+@pytest.mark.parametrize("tied", [True, False])
+def test_whole_checkpoints_are_taken_in_bfloat16_too(tmp_path: Path, architecture: str, tied: bool) -> None:
+    lm = AutoModelForCausalLM.from_pretrained(save_lm(tmp_path / "lm", architecture, tied), dtype=torch.bfloat16)
+    lm.save_pretrained(tmp_path / "bfloat16")
+    assert PolicyModel.from_pretrained(tmp_path / "bfloat16").lm.dtype == torch.float32

@@ -6,11 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from impala_llm.algorithms.losses import Reinforce
 from impala_llm.algorithms.preference import Preference, pair_advantages
 from impala_llm.config import ConfigError, load
+from impala_llm.engines.base import ModelRefused
 from impala_llm.learning.batch_source import Batch
 from impala_llm.learning.packing import pack
 from impala_llm.learning.policy.model import PolicyModel
@@ -72,6 +74,18 @@ def test_a_reference_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
         load([f"model.path={lm}", f"algorithm.reference={other}", *kl])
     config = load(["model=scratch", f"run.dir={tmp_path}", f"algorithm.reference={other}", *kl])
     with pytest.raises(ConfigError, match=said):
+        Scorers(config, PolicyModel.from_pretrained(lm), CPU)
+
+
+@pytest.mark.parametrize("key", ["algorithm.reference", "algorithm.credit.teacher"])
+def test_a_setting_that_names_a_model_without_all_weights_is_named(tmp_path: Path, key: str) -> None:
+    lacking, lm = save_lm(tmp_path / "lacking"), save_lm(tmp_path / "lm")
+    weights = load_file(lacking / "model.safetensors")
+    weights.pop("model.norm.weight")
+    save_file(weights, lacking / "model.safetensors", {"format": "pt"})
+    words = ["algorithm.kl_coef=0.1"] if key == "algorithm.reference" else ["algorithm.credit=distillation"]
+    config = load([f"model.path={lm}", *words, f"{key}={lacking}", "engine.max_length=128"])
+    with pytest.raises(ModelRefused, match=f"{key}={lacking} lacks weights .*model.norm.weight; .*set {key}"):
         Scorers(config, PolicyModel.from_pretrained(lm), CPU)
 
 

@@ -18,12 +18,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from impala_llm.engines.base import EngineError, EngineStats, Generation, SamplingParams, WeightSource, check_request
 from impala_llm.engines.embedded import sampling
 from impala_llm.engines.embedded.decoder import make_decoder
 from impala_llm.engines.embedded.kv_cache import KVCache
+from impala_llm.engines.embedded.loading import load_whole
 from impala_llm.engines.embedded.model_check import (
     check_agreement,
     describe,
@@ -154,8 +155,7 @@ class TorchEngine:
         """Make an engine of a local Hugging Face directory; nothing is downloaded. Arguments and errors as above."""
         if not (Path(path) / "config.json").is_file():
             raise EngineError(f"model path {path}: no config.json there; give a local Hugging Face model directory")
-        with refusing(f"the model {path} cannot be loaded"):
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        model = load_whole(path, "model.path", dtype=dtype)
         return cls(
             model,
             max_sessions=max_sessions,

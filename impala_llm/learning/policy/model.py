@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import save, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from impala_llm.engines.embedded.loading import load_whole
 from impala_llm.engines.embedded.model_check import (
     check_agreement,
     describe,
@@ -79,16 +80,22 @@ class PolicyModel(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, directory: Path, value_hidden_size: int | None = 0, value_trunk_gradient: bool = False
+        cls,
+        directory: Path,
+        value_hidden_size: int | None = 0,
+        value_trunk_gradient: bool = False,
+        key: str = "model.path",
     ) -> "PolicyModel":
         """Load from a Hugging Face directory, weights in float32; its value head too, if it has one of the same shape.
 
-        Raises ModelRefused for files that are damaged, and for models that are not written for packed rows.
+        Args:
+            value_hidden_size, value_trunk_gradient: see the class.
+            key: the setting that names the directory, for messages.
+
+        Raises:
+            ModelRefused: files are damaged or lack weights, or the model is not written for packed rows.
         """
-        with refusing(f"the model {directory} cannot be loaded"):
-            lm = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=torch.float32, attn_implementation=SEGMENTS, local_files_only=True
-            )
+        lm = load_whole(directory, key, dtype=torch.float32, attn_implementation=SEGMENTS)
         model = cls(lm, value_hidden_size, value_trunk_gradient)
         saved = directory / VALUE_HEAD_FILE
         if saved.is_file() and not model.load_value_head(content := saved.read_bytes()):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen3Config
 
-from impala_llm.engines.base import EngineError, Generation, SamplingParams
+from impala_llm.engines.base import EngineError, Generation, ModelRefused, SamplingParams
 from impala_llm.engines.embedded import engine
 from impala_llm.engines.embedded.decoder import CompactDecoder, CpuDecoder, Decoder, HuggingFaceDecoder, make_decoder
 from impala_llm.engines.embedded.engine import TorchEngine
@@ -208,6 +208,15 @@ def test_an_engine_from_a_directory(make_model: MakeModel, tmp_path, plain_log_p
     np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
     with pytest.raises(EngineError, match=r"nowhere: no config\.json"):
         TorchEngine.from_pretrained(tmp_path / "nowhere", max_sessions=1, max_length=64)
+
+
+def test_a_directory_that_lacks_weights_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
+    state = make_model("qwen2").state_dict()
+    make_model("qwen2").save_pretrained(
+        tmp_path, state_dict={name: state[name] for name in state if "lm_head" not in name}
+    )
+    with pytest.raises(ModelRefused, match=f"model.path={tmp_path} lacks weights .*: lm_head.weight;"):
+        TorchEngine.from_pretrained(tmp_path, max_sessions=1, max_length=64)
 
 
 def test_bfloat16_weights_are_close(make_model: MakeModel, plain_log_probs: Callable) -> None:
