@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from impala_llm.config import load
+from impala_llm.learning.policy.model_files import policy_files
 from impala_llm.learning.policy.policy_files import resolve_policy
 
 
@@ -21,3 +22,10 @@ def test_a_policy_from_scratch_has_the_shape_of_the_settings(
     directory = resolve_policy(load([*settings, f"model.scratch.{change}={expected}"]))
     assert json.loads((directory / "config.json").read_text())[key] == expected
     assert resolve_policy(load(settings)) == before != directory
+
+
+def test_an_index_of_other_weights_is_not_taken_over(tmp_path: Path) -> None:
+    kinds = ("model.safetensors", "pytorch_model.bin", "consolidated.safetensors")
+    for name in ("config.json", "tokenizer.json", *(f"{kind}.index.json" for kind in kinds)):
+        (tmp_path / name).write_text("{}")
+    assert policy_files(tmp_path).keys() == {"config.json", "tokenizer.json"}

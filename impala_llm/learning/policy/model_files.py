@@ -12,11 +12,12 @@ read as a whole."""
 def policy_files(directory: Path) -> dict[str, bytes]:
     """Files of a policy's directory beside the weights: configuration and tokenizer, by name."""
     suffixes = {".json", ".jinja", ".txt", ".model"}
-    skipped = {"model.safetensors.index.json", "training.json", "evaluation.json"}  # of other weights
+    skipped = {"training.json", "evaluation.json"}  # of other weights, as an index of their shards is
     return {
         path.name: path.read_bytes()
         for path in sorted(directory.iterdir())
         if path.is_file() and path.suffix in suffixes and path.name not in skipped
+        if not path.name.endswith(".index.json")
     }
 
 
