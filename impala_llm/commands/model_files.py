@@ -5,7 +5,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from impala_llm.settings import Config, model_directory, other_models
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 """Any of them is enough."""
+ADAPTER_FILE = "adapter_config.json"
 
 
 def starting_policy_problems(config: Config) -> list[str]:
@@ -100,22 +101,49 @@ def _weights(key: str, path: str, directory: Path) -> list[str]:
     """Problems with the configuration and the weights of a model."""
     where = f"{key}={path}"
     try:
-        if not isinstance(_json_object(directory / "config.json").get("model_type"), str):
+        config = _json_object(directory / "config.json")
+        if not isinstance(config.get("model_type"), str):
             raise ValueError("config.json has no model_type")
-        index = directory / "model.safetensors.index.json"
-        files = _json_object(index).get("weight_map") if index.is_file() else {"all": "model.safetensors"}
-        if not isinstance(files, dict):
-            raise ValueError(f"{index.name} has no weight_map")
+        files = _weight_files(directory)
     except ValueError as error:
         return [f"{where}: {error}: copy the model again"]
-    found = []
-    for name in sorted(map(str, set(files.values()))):
+    if (directory / ADAPTER_FILE).exists():  # transformers would put the adapter in, and engines know no such weights
+        return [
+            f"{where} has an adapter beside its weights ({ADAPTER_FILE}): merge the adapter first (merge_and_unload of "
+            "peft, then save_pretrained into another folder), or take its files out of the folder"
+        ]
+    found, names = [], set()
+    for file in files:
         try:
-            with safe_open(directory / name, "np"):
-                pass
+            with safe_open(file, "np") as tensors:
+                names.update(tensors.keys())
         except (OSError, SafetensorError) as error:
-            found.append(f"{where}: {name} is missing or damaged ({error}): copy the model again")
+            found.append(f"{where}: {file.name} is missing or damaged ({error}): copy the model again")
+    if not found and (missing := _missing_layers(config, names)):
+        found.append(
+            f"{where}: the weights lack {len(missing)} of the layers that config.json counts, the first is layer "
+            f"{missing[0]}: copy the model again"
+        )
     return found
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """Files that hold a model's weights: those that its index names, else model.safetensors. Others, such as
+    consolidated.safetensors, hold the same again. Raises ValueError where the index is damaged."""
+    index = directory / "model.safetensors.index.json"
+    files = _json_object(index).get("weight_map") if index.is_file() else {"all": "model.safetensors"}
+    if not isinstance(files, dict):
+        raise ValueError(f"{index.name} has no weight_map")
+    return [directory / name for name in sorted(map(str, set(files.values())))]
+
+
+def _missing_layers(config: dict[str, Any], names: Iterable[str]) -> list[int]:
+    """Layers that a model has by its config.json, and none of its tensors belongs to. Other tensors that are missing
+    are found when the model is loaded."""
+    text = config.get("text_config")
+    number = (text if isinstance(text, dict) else config).get("num_hidden_layers")
+    there = {int(match[1]) for name in names if (match := re.search(r"\.(\d+)\.", name))}
+    return sorted(set(range(number)) - there) if isinstance(number, int) else []
 
 
 def _json_object(path: Path) -> dict[str, Any]:
@@ -158,8 +186,10 @@ def layer_parameters(path: str) -> int:
 def _tensor_shapes(path: str) -> Iterator[tuple[str, list[int]]]:
     """Names and shapes of the tensors of a `model.path`; none where the model is made from scratch. Files that cannot
     be read are left out: `model_problems` reports them."""
-    directory = model_directory(path)
-    for file in directory.glob("*.safetensors") if directory else ():
+    directory, files = model_directory(path), []
+    with contextlib.suppress(ValueError):
+        files = _weight_files(directory) if directory else []
+    for file in files:
         with contextlib.suppress(OSError, SafetensorError), safe_open(file, "np") as tensors:
             names = tensors.keys()  # it is no dict
             yield from ((name, tensors.get_slice(name).get_shape()) for name in names)

@@ -509,6 +509,47 @@ def test_weights_count_as_the_float32_that_the_board_holds(refused: Callable[...
     assert f"{3 * num_bytes / (1 << 20):,.0f} MiB for pipeline.weight_slots" in said
 
 
+def test_weights_that_stand_in_a_folder_twice_count_once(model: Path) -> None:
+    """Mistral's own format beside shards that an index names."""
+    weights = load_file(model / "model.safetensors")
+    num_bytes = 4 * sum(tensor.size for tensor in weights.values())
+    save_file(weights, model / "consolidated.safetensors")
+    assert float32_bytes(str(model)) == num_bytes
+    (model / "model.safetensors").unlink()
+    names = sorted(weights)
+    shards = {"1.safetensors": names[:5], "2.safetensors": names[5:]}
+    for file, own in shards.items():
+        save_file({name: weights[name] for name in own}, model / file)
+    files = {name: file for file, own in shards.items() for name in own}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    assert float32_bytes(str(model)) == num_bytes
+
+
+@pytest.mark.parametrize("key", ["model.path", "algorithm.reference", "algorithm.credit.teacher"])
+def test_a_model_with_an_adapter_beside_its_weights_is_refused(
+    refused: Callable[..., str], model: Path, key: str
+) -> None:
+    """transformers would load both, and the policy that is saved would have the names of neither."""
+    (model / "adapter_config.json").write_text("{}")
+    words = {
+        "algorithm.reference": ["algorithm.kl_coef=0.1"],
+        "algorithm.credit.teacher": ["algorithm.credit=distillation"],
+    }
+    said = refused(*words.get(key, []), f"{key}={model}")
+    assert f"{key}={model}" in said and "adapter_config.json" in said and "merge the adapter" in said
+
+
+def test_weights_without_a_layer_are_refused(refused: Callable[..., str], model: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    save_file({n: t for n, t in weights.items() if ".layers.0." not in n}, model / "model.safetensors")
+    said = refused(f"model.path={model}")
+    assert (
+        f"model.path={model}: the weights lack 1 of the layers" in said
+        and "is layer 0" in said
+        and "copy the model again" in said
+    )
+
+
 def test_a_target_of_adapters_that_the_model_does_not_have_is_refused(refused: Callable[..., str], model: Path) -> None:
     said = refused(f"model.path={model}", "model.lora.rank=4", "model.lora.targets=[q_proj,v_porj]")
     assert "model.lora.targets=['q_proj', 'v_porj']" in said and "is named v_porj: choose from " in said
