@@ -10,7 +10,7 @@ from impala_llm.commands.model_files import float32_bytes, layer_parameters
 from impala_llm.config import ConfigError
 from impala_llm.gpus import deal_gpus, visible_gpus
 from impala_llm.processes.cgroups import most_memory
-from impala_llm.settings import Config
+from impala_llm.settings import Config, other_models
 
 STATE_BYTES, FROZEN_BYTES = 16, 4
 """Bytes a parameter in a learner rank: float32 weight, gradient, and AdamW's two moments; the weight alone."""
@@ -25,6 +25,9 @@ class Needs:
 
     process: float
     """Weights, gradients and moments of a process of the learner."""
+    others: Mapping[str, float]
+    """Weights of a reference and a teacher, by the settings that name them: whole in each process of the learner, on
+    its device."""
     num_processes: int
     engine: float
     """Weights of an actor's embedded engine; 0 where a server has its own."""
@@ -44,11 +47,25 @@ def needs_of(config: Config) -> Needs:
     is_copied = learner.checkpoints_kept > 0 and not has_adapters
     return Needs(
         process=width * (share + parameters - divided) / 1e9,
+        others={key: FROZEN_BYTES * number / 1e9 for key, number in _other_parameters(config, parameters).items()},
         num_processes=learner.num_processes,
         engine=is_embedded * (2 if config.engine.dtype == "bfloat16" else 4) * parameters / 1e9,
         read=READ_BYTES * parameters / 1e9,
         copied=is_copied * COPIED_BYTES * parameters / 1e9,
     )
+
+
+def _other_parameters(config: Config, of_policy: int) -> dict[str, int]:
+    """Return how many parameters each model has that a learner loads beside the policy, by the setting that names it.
+
+    Args:
+        of_policy: number of the policy's.
+    """
+    found = {key: float32_bytes(path) // 4 for key, path in other_models(config).items()}
+    # The policy that training begins with; with LoRA it is the one that learns, without its adapters.
+    if config.algorithm.uses_reference and config.algorithm.reference is None and config.model.lora.rank == 0:
+        found["algorithm.reference"] = of_policy
+    return found
 
 
 def look(config: Config, gpus: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
@@ -63,8 +80,10 @@ def look(config: Config, gpus: Sequence[Mapping[str, Any]]) -> tuple[str, list[s
     needs, learner = needs_of(config), config.learner
     is_on_gpus = bool(gpus) and config.model.device != "cpu"
     state = f"{needs.process:.1f} GB for weights, gradients and optimizer of a process; activations come on top"
+    state += "".join(f"; {size:.1f} GB for {key}, whole in each process" for key, size in needs.others.items())
     problems = _gpu_problems(config, needs, gpus) if is_on_gpus else []
     held = 0.0 if is_on_gpus and not learner.cpu_offload else needs.num_processes * needs.process
+    held += 0.0 if is_on_gpus else needs.num_processes * sum(needs.others.values())
     where = f"model.path={config.model.path} with learner.num_ranks={learner.num_ranks}"
     if not is_on_gpus:
         state += f"; {config.num_actors * needs.engine:.1f} GB for the weights of the actors' engines"
@@ -113,15 +132,17 @@ def _gpu_problems(config: Config, needs: Needs, gpus: Sequence[Mapping[str, Any]
     except ConfigError:
         return []  # "device" has it
     for name, gpu in zip(names, gpus, strict=False):
+        others = needs.others if name in shares.learner else {}
         of_learner = needs.process if name in shares.learner and not learner.cpu_offload else 0.0
         num_engines = sum(name in own for own in shares.actors) if needs.engine else 0
-        needed = of_learner + num_engines * needs.engine
+        needed = of_learner + sum(others.values()) + num_engines * needs.engine
         if needed > gpu["gb"]:
+            beside = "".join(f", {size:.1f} GB for {key}, whole in each process" for key, size in others.items())
             engines = f", and {num_engines} engine{'s' * (num_engines > 1)} of actors" if num_engines else ""
             fix = "" if learner.sharding == "fsdp2" else "set learner.sharding=fsdp2, with more ranks, or "
             return [
                 f"GPU {name} has {gpu['gb']:.1f} GB, and model.path={config.model.path} with learner.num_ranks="
                 f"{learner.num_ranks} and learner.tensor_parallel={learner.tensor_parallel} takes {needed:.1f} GB "
-                f"({of_learner:.1f} GB for the learner{engines}): {fix}take a smaller model or a larger GPU"
+                f"({of_learner:.1f} GB for the learner{beside}{engines}): {fix}take a smaller model or a larger GPU"
             ]
     return []

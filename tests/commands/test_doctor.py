@@ -191,6 +191,7 @@ def test_a_single_rank_is_not_told_to_be_fewer(tmp_path: Path, monkeypatch: pyte
 
 LAYERS, WHOLE = 2 * 1000 * 1000, 2 * 1000 * 500 + 1000
 """Parameters of `save_shapes`: of the layers' matrices, and all others."""
+TINY = sum(t.size for t in load_file(ASSETS / "tiny_shopper" / "model.safetensors").values())
 
 
 def save_shapes(folder: Path) -> Path:
@@ -206,6 +207,9 @@ def save_shapes(folder: Path) -> Path:
     save_file({name: np.zeros(shape, np.float16) for name, shape in shapes.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text("{}")
     return folder
+
+
+FSDP2, KL = ["learner.num_ranks=2", "learner.sharding=fsdp2"], ["algorithm.kl_coef=0.1"]
 
 
 @pytest.mark.parametrize(
@@ -225,6 +229,13 @@ def save_shapes(folder: Path) -> Path:
         (["learner.num_ranks=2", "learner.sharding=fsdp2", "learner.checkpoints_kept=0"], 1e12, 8, None),
         (["learner.num_ranks=2", "learner.sharding=fsdp2", "learner.cpu_offload=true"], 1e6, 28, None),
         (["learner.num_ranks=2", "learner.sharding=fsdp2", "learner.cpu_offload=true"], 1e6, 27, ["checkpoint"]),
+        # The policy that training began with as the reference: whole on every rank, whatever these share.
+        ([*FSDP2, *KL], (8 + 4) * (LAYERS + WHOLE) + 1000, 12, None),
+        ([*FSDP2, *KL], (8 + 4) * (LAYERS + WHOLE) - 1000, 12, ["GPU 0 ", "GB for algorithm.reference, whole in each"]),
+        ([*FSDP2, *KL, "learner.cpu_offload=true"], 4 * (LAYERS + WHOLE) + 1000, 28, None),
+        ([*FSDP2, *KL, "learner.cpu_offload=true"], 4 * (LAYERS + WHOLE) - 1000, 28, ["GPU 0 "]),
+        # With LoRA it is the policy without its adapters.
+        ([*FSDP2, *KL, "model.lora.rank=4"], 2 * (LAYERS + WHOLE) + 1000, 8, None),
     ],
 )
 def test_memory_counts_what_each_gpu_and_the_host_must_hold(
@@ -249,6 +260,25 @@ def test_memory_counts_what_each_gpu_and_the_host_must_hold(
         assert problems == []
     else:
         assert len(problems) == 1 and all(word in problems[0] for word in said), problems
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["algorithm.kl_coef=0.1", "algorithm.reference"], ["algorithm.credit=distillation", "algorithm.credit.teacher"]],
+)
+def test_memory_counts_other_models_by_their_own_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """On a CPU: of each of two ranks weights, gradients, moments and the other model, and the engine's weights."""
+    held = 2 * (16 * TINY + 4 * (LAYERS + WHOLE)) + 4 * TINY
+    path, key = save_shapes(tmp_path / "other"), words[-1]
+    settings = ["model.path=tiny_shopper", "learner.num_ranks=2", "actor.num_actors=1", "learner.checkpoints_kept=0"]
+    config = load(["experiment=toy", *settings, *words[:-1], f"{key}={path}"])
+    for spare, is_enough in ((1000, True), (-1000, False)):
+        memory = psutil.virtual_memory()._replace(total=held + spare)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
+        found = doctor.learner_memory(config, {"gpus": []})
+        assert f"for {key}" in found.state and (found.problems == []) is is_enough, found
 
 
 @pytest.mark.usefixtures("without_ranks")
