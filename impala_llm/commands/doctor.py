@@ -377,16 +377,18 @@ HOST_PARTS = ("compiler", "shared memory", "disk")
 
 def processes(config: Config) -> Finding:
     """Processes on this host's cores."""
-    num_ranks = config.learner_processes_here
-    threads, number = threads_per_process(config), num_ranks + config.num_actors
+    learner, of_learner = config.learner, config.learner_processes_here
+    threads, number = threads_per_process(config), of_learner + config.num_actors
     cores = num_cores()
-    state = f"learner ranks: {num_ranks}, actors: {config.num_actors}, each with OpenMP threads: {threads}"
+    state = f"of the learner: {of_learner}, actors: {config.num_actors}, each with OpenMP threads: {threads}"
     problems = []
     if number > cores:
-        problems = [
-            f"{number} processes share {cores} cores: lower actor.num_actors={config.num_actors} (one plays "
-            f"{config.actor.max_episodes} episodes at once, actor.max_episodes) or learner.num_ranks={num_ranks}"
-        ]
+        fixes = {"learner.num_ranks": learner.num_ranks, "learner.tensor_parallel": learner.tensor_parallel}
+        lower = [f"{key}={value}" for key, value in fixes.items() if of_learner and value > 1]
+        if config.num_actors:
+            episodes = f"(one plays {config.actor.max_episodes} episodes at once, actor.max_episodes)"
+            lower.insert(0, f"actor.num_actors={config.num_actors} {episodes}")
+        problems = [f"{number} processes share {cores} cores: lower {' or '.join(lower)}"]
     return Finding("processes", state, problems)
 
 

@@ -132,10 +132,13 @@ def test_each_thing_that_is_wrong_is_named_with_what_to_do(
 def test_a_process_group_without_a_network_is_wrong(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    code, found = examine()
+    code, found = examine("learner.num_ranks=2")
     assert code == 1
     [problem] = found["process group"]["problems"]
     assert "GLOO_SOCKET_IFNAME" in problem and "nosuch0" in problem
+    _, found = examine()
+    assert found["process group"]["problems"] == []
+    assert "it failed" in found["process group"]["state"] and "a learner of one process needs none" in str(found)
 
 
 @pytest.mark.usefixtures("without_ranks")
@@ -279,6 +282,28 @@ def test_memory_counts_other_models_by_their_own_size(
         monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
         found = doctor.learner_memory(config, {"gpus": []})
         assert f"for {key}" in found.state and (found.problems == []) is is_enough, found
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["actor.num_actors=0", "learner.num_ranks=2"], "lower learner.num_ranks=2"),
+        (
+            ["actor.num_actors=0", "learner.num_ranks=2", "learner.tensor_parallel=2"],
+            "lower learner.num_ranks=2 or learner.tensor_parallel=2",
+        ),
+        (["actor.num_actors=3"], "lower actor.num_actors=3 (one plays"),
+        (["actor.num_actors=1", "learner.tensor_parallel=2"], "actor.max_episodes) or learner.tensor_parallel=2"),
+    ],
+)
+def test_more_processes_than_cores_are_named_by_the_settings_that_can_be_lowered(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], offered: str
+) -> None:
+    monkeypatch.setattr(doctor, "num_cores", lambda: 1)
+    [problem] = doctor.processes(load(["experiment=toy", *words])).problems
+    said = problem.partition("share 1 cores: ")[2]
+    assert offered in said and ("num_actors" in said) == ("actor.num_actors=0" not in words), problem
+    assert ("num_ranks" in said) == ("learner.num_ranks=2" in words), problem
 
 
 @pytest.mark.usefixtures("without_ranks")
