@@ -15,7 +15,7 @@ import yaml
 
 from impala_llm.checks.familiar_names import FAMILIAR_CHOICES
 from impala_llm.config import ConfigError, config_folder, load, threads_per_process, to_yaml
-from impala_llm.settings import Config
+from impala_llm.settings import ASSETS, Config
 
 OF_THE_USER = {
     "pretrained": ["model.path=tiny_shopper"],
@@ -394,6 +394,30 @@ def test_bad_setting_names_key_value_and_fix(overrides, words):
         load(["model=scratch", *overrides])
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "reason"),
+    [
+        (3, {}, "num_attention_heads=4"),
+        (4, {}, "num_key_value_heads=2"),
+        (2, {}, None),
+        (4, {"num_key_value_heads": None}, None),
+        (4, {"text_config": {"num_attention_heads": 6}}, "num_attention_heads=6"),
+    ],
+)
+def test_heads_that_tensor_parallelism_does_not_divide_are_found_before_a_model_is_loaded(
+    tmp_path: Path, size: int, heads: dict[str, object], reason: str | None
+) -> None:
+    config = json.loads((ASSETS / "tiny_shopper" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | heads))
+    words = [f"model.path={tmp_path}", f"learner.tensor_parallel={size}", "engine.max_length=128"]
+    if reason is None:
+        load(words)
+        return
+    said = f"learner.tensor_parallel={size} cannot be used: .*{tmp_path} .* has {reason}, which it does not divide; set"
+    with pytest.raises(ConfigError, match=f"{said} another number, or learner.tensor_parallel=1"):
+        load(words)
 
 
 @pytest.mark.parametrize(

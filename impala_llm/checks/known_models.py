@@ -27,6 +27,10 @@ REFUSED_KINDS = {
 """By `model_type`: a random model of the kind was computed wrongly, or not at all."""
 _PLAIN_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 _TABLE = "take a model of the table in docs/engines.md"
+HEADS = ("num_attention_heads", "num_key_value_heads")
+"""Numbers of a config.json that learner.tensor_parallel must divide."""
+NOT_DIVIDED = "set another number, or learner.tensor_parallel=1 with learner.sharding=fsdp2"
+"""Fix for a model that learner.tensor_parallel does not divide."""
 
 
 def reasons_against(key: str, path: str, directory: Path, max_length: int) -> list[str]:
@@ -42,6 +46,29 @@ def reasons_against(key: str, path: str, directory: Path, max_length: int) -> li
         return _reasons(key, path, whole, max_length)
     except (AttributeError, TypeError, ValueError) as error:
         return [f"{key}={path}: config.json has a value of a wrong type ({error}): copy the model again"]
+
+
+def undivided_heads(directory: Path, size: int) -> list[str]:
+    """Sentences about a policy whose heads the processes of a rank cannot share equally; empty where they can, or its
+    config.json does not say.
+
+    Args:
+        size: `learner.tensor_parallel`.
+    """
+    whole = _config_of(directory)
+    text = whole.get("text_config")
+    heads = text if isinstance(text, dict) else whole
+    model = f"the model {directory} ({whole.get('model_type')})"
+    return [
+        f"learner.tensor_parallel={size} cannot be used: {model} {undivided(name, number)}; {NOT_DIVIDED}"
+        for name in HEADS
+        if isinstance(number := heads.get(name), int) and number % size
+    ]
+
+
+def undivided(name: str, number: int) -> str:
+    """Reason against a model with so many heads."""
+    return f"has {name}={number}, which it does not divide"
 
 
 def vocab_size(directory: Path) -> int | None:

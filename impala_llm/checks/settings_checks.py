@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from impala_llm.checks.idle_settings import idle_problems
-from impala_llm.checks.known_models import other_vocabulary, reasons_against, vocab_size
+from impala_llm.checks.known_models import other_vocabulary, reasons_against, undivided_heads, vocab_size
 from impala_llm.checks.own_problems import problems_of
 from impala_llm.hosts import (
     AUTHORISED,
@@ -375,6 +375,8 @@ def _model_problems(config: Config) -> list[str]:
             found += reasons_against(key, path, directory, config.engine.max_length)
     policy = model_directory(config.model.path)  # of one from scratch, the learner compares it
     mine = None if policy is None else vocab_size(policy)
+    if policy is not None:
+        found += undivided_heads(policy, config.learner.tensor_parallel)
     for key, path in other_models(config).items():
         directory = model_directory(path)
         size = None if directory is None else vocab_size(directory)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
 
+from impala_llm.checks.known_models import HEADS, NOT_DIVIDED, undivided
 from impala_llm.engines.base import ModelRefused
 from impala_llm.engines.embedded.model_check import describe, random_rows, refusing
 from impala_llm.learning.policy.model import PolicyModel
@@ -36,7 +37,6 @@ _GRADIENT_TOLERANCE = 0.05
 part of the gradient."""
 _ROUNDING = 1e-5
 """Norm that a gradient of 0 may have by rounding, as a share of the largest parameter's."""
-_FIX = "set another number, or learner.tensor_parallel=1 with learner.sharding=fsdp2"
 
 
 def divide(model: PolicyModel, mesh: DeviceMesh) -> set[nn.Parameter]:
@@ -72,7 +72,7 @@ def divide(model: PolicyModel, mesh: DeviceMesh) -> set[nn.Parameter]:
     # Each process has all of it: nothing is sent.
     plan: dict[str, Any] = {name: _STYLES[style]() for name, style in styles.items()}
     try:
-        with refusing(f"{_cannot(lm, size)} cannot be computed once it is divided", _FIX):
+        with refusing(f"{_cannot(lm, size)} cannot be computed once it is divided", NOT_DIVIDED):
             parallelize_module(lm, mesh, plan, src_data_rank=None)
             model.to(mesh.device_type)
             partial = {p for name, style in _plan(lm) if style == _PARTIAL for p in lm.get_submodule(name).parameters()}
@@ -150,10 +150,9 @@ def _check_sizes(lm: PreTrainedModel, styles: dict[str, str], size: int) -> None
         kinds = f"parts that its plan divides as {', '.join(sorted(others))}" if others else "no plan in transformers"
         raise _refused(lm, size, f"has {kinds}")
     config: Any = lm.config.get_text_config()
-    heads = {name: getattr(config, name, size) for name in ("num_attention_heads", "num_key_value_heads")}
-    for name, number in heads.items():
-        if number % size:
-            raise _refused(lm, size, f"has {name}={number}, which it does not divide")
+    for name in HEADS:
+        if (number := getattr(config, name, size)) % size:
+            raise _refused(lm, size, undivided(name, number))
     for name in styles:
         layer = lm.get_submodule(name)
         if not isinstance(layer, nn.Linear) or layer.in_features % size or layer.out_features % size:
@@ -161,7 +160,7 @@ def _check_sizes(lm: PreTrainedModel, styles: dict[str, str], size: int) -> None
 
 
 def _refused(lm: PreTrainedModel, size: int, reason: str) -> ModelRefused:
-    return ModelRefused(f"{_cannot(lm, size)} {reason}; {_FIX}")
+    return ModelRefused(f"{_cannot(lm, size)} {reason}; {NOT_DIVIDED}")
 
 
 def _cannot(lm: PreTrainedModel, size: int) -> str:
