@@ -34,7 +34,7 @@ from impala_llm.learning.checkpoints.folder_owner import FILE, FolderOwner, wait
 from impala_llm.learning.checkpoints.policy_folders import put_policies_back, replace_folder
 from impala_llm.learning.checkpoints.reader import CheckpointReader
 from impala_llm.learning.checkpoints.writer import Checkpointer, RankState, tensors_of
-from impala_llm.learning.packing import OutOfMemory
+from impala_llm.learning.packing import LESS, OutOfMemory, memory_for
 from impala_llm.learning.policy.attention_choice import choose_attention
 from impala_llm.learning.policy.lora import add_adapters, is_adapted
 from impala_llm.learning.policy.model import PolicyModel, policy_files
@@ -90,8 +90,9 @@ class WarmStart:
         torch.manual_seed(config.run.seed)
         model = PolicyModel.from_pretrained(policy, config.model.value_hidden_size, config.model.value_trunk_gradient)
         add_adapters(model.lm, config.model.lora)
-        self.ranks.place(model)
-        model.check(config.engine.max_length)
+        with memory_for(f"model.path={config.model.path} on {self.ranks.device}", LESS):
+            self.ranks.place(model)
+            model.check(config.engine.max_length)
         choose_attention(model, config.learner, config.engine.max_length, self.ranks)
         self.imitation = Imitation(config, model, self.ranks, self.log)
         self.per_epoch = -(-len(data.learned) // sft.batch_size)

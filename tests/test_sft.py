@@ -456,6 +456,19 @@ def test_memory_that_runs_out_in_the_step_is_said_with_what_a_warm_start_reads(
     assert "learner.sharding" not in said and "learner.cpu_offload" not in said
 
 
+def test_a_device_that_does_not_hold_the_policy_ends_a_warm_start_in_a_sentence(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(PolicyModel, "to", full)
+    assert main(["sft", *words(tmp_path, tiny_model)]) == 2
+    said = capsys.readouterr().err
+    assert f"memory does not suffice for model.path={tiny_model} on cpu: take a smaller model" in said
+    assert "learner.sharding" not in said
+
+
 def test_what_a_killed_one_left_of_its_policy_is_put_back_or_removed(tmp_path: Path, tiny_model: Path) -> None:
     folder = warm_start(tmp_path, tiny_model, "sft.max_updates=1")
     saved = (folder / "policy" / "model.safetensors").read_bytes()

@@ -26,6 +26,7 @@ from impala_llm.learning.checkpoints.files import (
 from impala_llm.learning.checkpoints.past import Past
 from impala_llm.learning.checkpoints.reader import CheckpointReader
 from impala_llm.learning.checkpoints.writer import POLICY
+from impala_llm.learning.packing import LESS, memory_for
 from impala_llm.learning.policy.attention_choice import choose_attention
 from impala_llm.learning.policy.lora import add_adapters, load_adapters, without_prefix
 from impala_llm.learning.policy.model import PolicyModel
@@ -34,7 +35,7 @@ from impala_llm.learning.policy.policy_files import resolve_policy
 from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.pipeline.weights.board import WeightReader
 from impala_llm.processes.supervised import say
-from impala_llm.settings import Config, model_directory, other_models
+from impala_llm.settings import Config, LearnerConfig, model_directory, other_models
 
 _NONE, _NONE_WHOLE = -1, -2
 """In place of a checkpoint's update, between ranks: there is no checkpoint; there are, and all are damaged."""
@@ -124,7 +125,10 @@ def find_origin(run_folder: Path, newest: WeightReader | None, versions: Version
 
 
 def make_model(config: Config, origin: Origin, ranks: Ranks) -> PolicyModel:
-    """Make the policy of a rank, with the weights of its origin, where it computes. All ranks call it."""
+    """Make the policy of a rank, with the weights of its origin, where it computes. All ranks call it.
+
+    Raises OutOfMemory where the device does not hold it, and ModelRefused where it cannot be trained.
+    """
     checkpoint, is_on_board = origin.checkpoint, origin.board is not None
     beside = checkpoint.manifest.path.name if checkpoint is not None and is_on_board else None
     model = start_model(config, origin.board, origin.update, ranks.is_main, beside)
@@ -135,19 +139,29 @@ def make_model(config: Config, origin: Origin, ranks: Ranks) -> PolicyModel:
         model.start = model_checksum(directory)
     if checkpoint is not None and model.bases:
         _compare_bases(model.bases, checkpoint)
-    if ranks.is_sharded:  # whole, before it is cut; in the host's memory, as a device may not hold it
-        model.check(config.engine.max_length)
-    ranks.place(model, config.learner.precision)
-    # A checkpoint of the board's version has the full precision, which a narrower type on the board may lack, even if
-    # only earlier settings had that type.
-    if checkpoint is not None and (not is_on_board or checkpoint.manifest.version == origin.version):
-        checkpoint.load_model(model)
-    if not ranks.is_sharded:
-        model.check(config.engine.max_length)
+    with memory_for(f"model.path={config.model.path} on {ranks.device}", _less_of_policy(config.learner)):
+        if ranks.is_sharded:  # whole, before it is cut; in the host's memory, as a device may not hold it
+            model.check(config.engine.max_length)
+        ranks.place(model, config.learner.precision)
+        # A checkpoint of the board's version has the full precision, which a narrower type on the board may lack, even
+        # if only earlier settings had that type.
+        if checkpoint is not None and (not is_on_board or checkpoint.manifest.version == origin.version):
+            checkpoint.load_model(model)
+        if not ranks.is_sharded:
+            model.check(config.engine.max_length)
     choose_attention(model, config.learner, config.engine.max_length, ranks)
     if ranks.is_main:
         describe(config, ranks, model, origin)
     return model
+
+
+def _less_of_policy(learner: LearnerConfig) -> str:
+    """Fix for a process whose device does not hold its part of the policy."""
+    fix = "learner.sharding=fsdp2 with more ranks (there also learner.cpu_offload=true)"
+    if learner.sharding == "fsdp2":
+        offload = "" if learner.cpu_offload else "learner.cpu_offload=true or "
+        fix = f"{offload}more than learner.num_ranks={learner.num_ranks}"
+    return f"set {fix}, or {LESS}"
 
 
 def base_checksums(config: Config) -> dict[str, int]:

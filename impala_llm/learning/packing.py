@@ -39,6 +39,8 @@ _SPARE_MEMORY = 0.1
 """Share of a GPU's memory that a trial step leaves over."""
 WITH_RANKS = "learner.sharding=fsdp2 with more ranks (there also learner.cpu_offload=true), or model.lora.rank=16"
 """Settings with which the optimizer's step takes much less memory, where there may be several ranks."""
+LESS = "take a smaller model, or a device with more free memory"
+"""Fix where memory does not suffice for a model."""
 _Result = TypeVar("_Result")
 
 
@@ -62,7 +64,7 @@ def pack(trajectories: Sequence[Trajectory], token_budget: int) -> list[PackedBa
 
 
 class OutOfMemory(RuntimeError):
-    """Memory does not suffice for a single row, or for the optimizer's step."""
+    """Memory does not suffice for a model, for a single row, or for the optimizer's step."""
 
 
 class RestartNeeded(RuntimeError):
@@ -385,21 +387,31 @@ class TokenBudget:
 
 
 @contextmanager
-def memory_of_step(remedy: str = WITH_RANKS) -> Iterator[None]:
-    """Context of the optimizer's step. Raises OutOfMemory if memory runs out: a step cannot be repeated half-way.
+def memory_for(what: str, fix: str) -> Iterator[None]:
+    """Context of work that is not repeated in smaller pieces. Raises OutOfMemory if memory runs out.
 
     Args:
-        remedy: settings that the message offers.
+        what: needs the memory, in words.
+        fix: what to do, for the message.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemory(
-            "memory does not suffice for the optimizer's step, which keeps two values beside each parameter that is "
-            f"trained: set {remedy}; where little is missing, a lower learner.token_budget may do"
-        ) from error
+        raise OutOfMemory(f"memory does not suffice for {what}: {fix}") from error
+
+
+def memory_of_step(remedy: str = WITH_RANKS) -> AbstractContextManager[None]:
+    """Context of the optimizer's step, which cannot be repeated half-way. Raises OutOfMemory if memory runs out.
+
+    Args:
+        remedy: settings that the message offers.
+    """
+    return memory_for(
+        "the optimizer's step, which keeps two values beside each parameter that is trained",
+        f"set {remedy}; where little is missing, a lower learner.token_budget may do",
+    )
 
 
 def _sizes(total: int, longest: int) -> list[int]:

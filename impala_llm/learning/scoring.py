@@ -14,6 +14,7 @@ from impala_llm.algorithms.distillation import insert_context
 from impala_llm.algorithms.interface import PackedBatch
 from impala_llm.checks.known_models import num_positions, other_vocabulary
 from impala_llm.config import ConfigError
+from impala_llm.learning.packing import memory_for
 from impala_llm.learning.policy.attention import SEGMENTS
 from impala_llm.learning.policy.attention_choice import reason_against
 from impala_llm.learning.policy.lora import is_adapted, without_adapters
@@ -47,7 +48,8 @@ class Scorers:
 
     Raises:
         ConfigError: another model has another vocabulary than the policy.
-        ModelRefused: packed rows of another model would be computed wrongly.
+        ModelRefused: packed rows of another model would be computed wrongly, or its files lack weights.
+        OutOfMemory: the device does not hold another model.
     """
 
     def __init__(self, config: Config, policy: PolicyModel, device: torch.device) -> None:
@@ -121,9 +123,16 @@ def _frozen(config: Config, key: str, policy: PolicyModel, device: torch.device)
     path = other_models(config).get(key)
     directory = resolve_policy(config) if path is None else model_directory(path)
     assert directory is not None  # checked by config.problems
-    named_by = "model.path" if path is None else key
-    model = PolicyModel.from_pretrained(directory, key=named_by).requires_grad_(False).to(device)
-    model.check(config.engine.max_length)
+    named_by, what, fix = key, f"{key}={path}", f"set {key} to a smaller model"
+    if path is None:
+        named_by, what = "model.path", f"{key}=null, the policy that training began with,"
+        fix = f"set model.lora.rank=16, whose policy without adapters serves as it, or {key} to a smaller model"
+    model = PolicyModel.from_pretrained(directory, key=named_by).requires_grad_(False)
+    with memory_for(
+        f"{what} on {device}, whole in each process of the learner", f"{fix}, or take a device with more free memory"
+    ):
+        model.to(device)
+        model.check(config.engine.max_length)
     model.compute_in(config.learner.precision)
     if policy.attention != SEGMENTS:
         if reason := reason_against(model, policy.attention, config.engine.max_length, device):

@@ -19,6 +19,7 @@ from impala_llm.learning.checkpoints.files import (
 )
 from impala_llm.learning.checkpoints.reader import CheckpointReader
 from impala_llm.learning.origin import Origin, find_origin, make_model
+from impala_llm.learning.packing import OutOfMemory
 from impala_llm.learning.policy.model import PolicyModel, policy_files
 from impala_llm.learning.publishing import VersionPublisher
 from impala_llm.learning.ranks.parallel import Ranks
@@ -120,6 +121,27 @@ def test_a_fitted_value_head_of_another_width_is_not_dropped_in_silence(
     assert f"model.value_hidden_size={asked}: " in said and f"set model.value_hidden_size={fix} to keep it" in said
     make_model(load([*settings, f"model.value_hidden_size={fix}"]), origin, Ranks("cpu"))
     assert "value_hidden_size" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ([], r"learner.sharding=fsdp2 with more ranks \(there also learner.cpu_offload=true\)"),
+        (["learner.sharding=fsdp2"], "learner.cpu_offload=true or more than learner.num_ranks=1"),
+        (["learner.sharding=fsdp2", "learner.cpu_offload=true"], "set more than learner.num_ranks=1"),
+    ],
+)
+def test_a_device_that_does_not_hold_the_policy_is_named_with_what_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], fix: str
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(PolicyModel, "to", full)
+    config = load([f"model.path={save_lm(tmp_path)}", "engine.max_length=64", *words])
+    said = f"memory does not suffice for model.path={tmp_path} on cpu: .*{fix}, or take a smaller model"
+    with pytest.raises(OutOfMemory, match=said):
+        make_model(config, Origin(0, 0, None, None, is_lost=False), Ranks("cpu"))
 
 
 def test_a_damaged_checkpoint_takes_no_place_among_those_that_are_kept(

@@ -14,7 +14,7 @@ from impala_llm.algorithms.preference import Preference, pair_advantages
 from impala_llm.config import ConfigError, load
 from impala_llm.engines.base import ModelRefused
 from impala_llm.learning.batch_source import Batch
-from impala_llm.learning.packing import pack
+from impala_llm.learning.packing import OutOfMemory, pack
 from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.policy.scratch import make_scratch_policy
 from impala_llm.learning.ranks.parallel import Ranks
@@ -87,6 +87,36 @@ def test_a_setting_that_names_a_model_without_all_weights_is_named(tmp_path: Pat
     config = load([f"model.path={lm}", *words, f"{key}={lacking}", "engine.max_length=128"])
     with pytest.raises(ModelRefused, match=f"{key}={lacking} lacks weights .*model.norm.weight; .*set {key}"):
         Scorers(config, PolicyModel.from_pretrained(lm), CPU)
+
+
+@pytest.mark.parametrize(
+    ("words", "named", "fix"),
+    [
+        (["algorithm.kl_coef=0.1"], "algorithm.reference=null, the policy that", "model.lora.rank=16"),
+        (
+            ["algorithm.kl_coef=0.1", "algorithm.reference="],
+            "algorithm.reference=",
+            "set algorithm.reference to a smaller",
+        ),
+        (
+            ["algorithm.credit=distillation", "algorithm.credit.teacher="],
+            "algorithm.credit.teacher=",
+            "set algorithm.credit.teacher to a smaller",
+        ),
+    ],
+)
+def test_a_device_that_does_not_hold_another_model_is_named_with_what_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], named: str, fix: str
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    lm = save_lm(tmp_path)
+    words = [f"{word}{lm}" if word.endswith("=") else word for word in words]
+    policy = PolicyModel.from_pretrained(lm)
+    monkeypatch.setattr(PolicyModel, "to", full)
+    with pytest.raises(OutOfMemory, match=f"memory does not suffice for {named}.* on cpu, .*{fix}"):
+        Scorers(load([f"model.path={lm}", "engine.max_length=128", *words]), policy, CPU)
 
 
 def test_a_context_that_leaves_the_longest_episode_no_positions_is_refused(tmp_path: Path) -> None:
