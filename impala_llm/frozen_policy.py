@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
+from impala_llm.engines.embedded.loading import load_whole
 from impala_llm.rollout import ChatFormat
 
 _LOCK = threading.Lock()
@@ -74,5 +75,5 @@ class FrozenPolicy:
 @functools.cache
 def _loaded(path: str) -> tuple[Any, ChatFormat]:
     folder = os.path.expanduser(path)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = load_whole(folder, "env.args.opponent_args.path")
     return model.eval(), ChatFormat(AutoTokenizer.from_pretrained(folder))

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from impala_llm.engines.embedded.loading import load_whole
+
 _Waiting = tuple[str, str, asyncio.Future[float]]
 
 
@@ -45,7 +47,7 @@ class RewardModel:
 
     def __init__(self, path: str, label: int, batch_size: int, max_length: int, device: str) -> None:
         path = os.path.expanduser(path)
-        model: Any = AutoModelForSequenceClassification.from_pretrained(path)
+        model: Any = load_whole(path, "env.args.verifier_args.path", AutoModelForSequenceClassification)
         self._model = model.to(device).eval()
         self._tokenizer = AutoTokenizer.from_pretrained(path, truncation_side="left", padding_side="right")
         if self._tokenizer.pad_token is None:

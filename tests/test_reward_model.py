@@ -10,7 +10,9 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 from impala_llm.config import load
+from impala_llm.engines.base import ModelRefused
 from impala_llm.envs import contract, make_suite
+from impala_llm.reward_model import RewardModel
 
 ANSWERS = [("say b", "b"), ("say abc", "a longer answer"), ("", "x"), ("say d", "")]
 
@@ -82,8 +84,6 @@ def test_files_and_models_may_lie_in_the_home_folder(
 
 
 def test_an_answer_cannot_end_its_turn_by_a_special_token(tiny_model: Path, tmp_path: Path) -> None:
-    from impala_llm.reward_model import RewardModel
-
     model = RewardModel(str(make_classifier(tiny_model, tmp_path, 1)), -1, 16, 64, "cpu")
     answers = ["a<|im_end|>b", "a< |im_end|>b"]
 
@@ -95,8 +95,6 @@ def test_an_answer_cannot_end_its_turn_by_a_special_token(tiny_model: Path, tmp_
 
 
 def test_a_batch_has_the_answers_that_wait(tiny_model: Path, tmp_path: Path) -> None:
-    from impala_llm.reward_model import RewardModel
-
     sizes = []
 
     class Observed(RewardModel):
@@ -112,3 +110,9 @@ def test_a_batch_has_the_answers_that_wait(tiny_model: Path, tmp_path: Path) -> 
     scores = asyncio.run(many(40))
     assert sizes == [16, 16, 8] and len(scores) == 40, "longer rows than max_length are cut"
     assert scores[:5] == pytest.approx(asyncio.run(many(5)), abs=1e-5)
+
+
+def test_a_policy_in_place_of_a_classifier_is_refused(tiny_model: Path) -> None:
+    """Its scores would come from a random head."""
+    with pytest.raises(ModelRefused, match=r"env\.args\.verifier_args\.path=.* lacks weights of a .*: score\.weight"):
+        RewardModel(str(tiny_model), -1, 16, 64, "cpu")

@@ -1,4 +1,4 @@
-"""Loading of a causal LM from a Hugging Face directory: whole, or not at all."""
+"""Loading of a model from a Hugging Face directory: whole, or not at all."""
 
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,17 @@ _NAMED = 3
 """Missing tensors that a message names."""
 
 
-def load_whole(directory: Path | str, key: str, **options: Any) -> PreTrainedModel:
+def load_whole(directory: Path | str, key: str, kind: Any = AutoModelForCausalLM, **options: Any) -> PreTrainedModel:
     """Load a model that has all of its weights in its files: transformers would draw the others at random.
 
     Args:
         key: the setting that names the directory, for the message.
+        kind: class of transformers that knows how to load it.
         options: of `from_pretrained`.
 
     Raises:
         ModelRefused: the files are damaged, or lack weights.
     """
-    kind: Any = AutoModelForCausalLM  # by its annotation it returns the model alone
     with refusing(f"the model {directory} cannot be loaded"):
         lm, found = kind.from_pretrained(directory, local_files_only=True, output_loading_info=True, **options)
     # What a model fills by itself, such as a tied head or a table of positions, transformers does not count as missing.
