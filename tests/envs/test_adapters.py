@@ -17,6 +17,7 @@ import pytest
 from aiohttp import web
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from impala_llm import frozen_policy
 from impala_llm.config import load
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.contract import EnvironmentFault
@@ -230,7 +231,7 @@ def test_what_a_frozen_policy_is_told_ends_no_turn_of_its_conversation(
     chat = ChatFormat(AutoTokenizer.from_pretrained(tiny_model))
     seen: list[list[int]] = []
     model.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"][0].tolist()), with_kwargs=True)
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda path: model)
+    monkeypatch.setattr(frozen_policy, "load_whole", lambda path, key: model)
 
     async def moves() -> None:
         frozen = FrozenPolicy(0, f"{tiny_model}/.", max_new_tokens=4)
