@@ -20,7 +20,6 @@ from torch import Tensor
 from impala_llm.algorithms.checks import require_float
 from impala_llm.algorithms.interface import Credit, Episodes, PackedBatch, Prepared, Scored, Worth, credit
 from impala_llm.algorithms.vtrace import vtrace
-from impala_llm.settings import AlgorithmConfig
 from impala_llm.trajectory import Trajectory
 
 ROUNDING = 1e-6
@@ -158,14 +157,6 @@ class EpisodeCredit(Credit):
     def __call__(self, scored: Scored, batch: PackedBatch, prepared: Tensor | None) -> Worth:
         assert prepared is not None
         return Worth(prepared[scored.segment_ids])
-
-    def problems(self, algorithm: AlgorithmConfig) -> list[str]:
-        if not self.compares_group or algorithm.group_size > 1:
-            return []
-        return [
-            f"algorithm.group_size={algorithm.group_size} leaves algorithm.credit={self.name} nothing to compare: set "
-            "algorithm.group_size to at least 2, such as 8"
-        ]
 
 
 @torch.no_grad()

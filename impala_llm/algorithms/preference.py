@@ -176,7 +176,7 @@ class Preference(EpisodeCredit):
         return True
 
     def problems(self, algorithm: AlgorithmConfig) -> list[str]:
-        found = super().problems(algorithm)
+        found = list[str]()
         if algorithm.aggregate != "sequence_mean_token_sum":
             found.append(
                 f"algorithm.aggregate={algorithm.aggregate} does not go with algorithm.credit={self.name}, whose pairs "

@@ -95,6 +95,7 @@ def _rules_of_learning(config: Config) -> list[_Rule]:
     if learner.tensor_parallel > 1:
         shares.append("learner.tensor_parallel=1")
     overlong = max(1, config.engine.max_length // 4)
+    by_std = "algorithm.credit.normalize_std=true" if getattr(algorithm.credit, "normalize_std", False) else ""
     no_head = Idle(f"with algorithm.credit={algorithm.credit.name}, which has no value head", "algorithm.credit=gae")
     replayed = "replay.max_replayed_share=0.5" + (" and replay.max_replays=4" if replay.max_replays == 1 else "")
     return [
@@ -117,7 +118,8 @@ def _rules_of_learning(config: Config) -> list[_Rule]:
         (not algorithm.credit.learns_from_rewards, _OF_REWARDS,
          Idle(f"with algorithm.credit={algorithm.credit.name}, which learns from no reward")),
         (algorithm.credit.ignores_scale, ["algorithm.normalize_reward"],
-         Idle(f"with algorithm.credit={algorithm.credit.name}, whose advantages are the same at any scale of rewards")),
+         Idle(f"with {by_std or f'algorithm.credit={algorithm.credit.name}'}, whose advantages are the same at any "
+              "scale of rewards", "algorithm.credit.normalize_std=false" if by_std else "")),
         (algorithm.entropy_target is None, ["algorithm.entropy_rate"],
          Idle("with algorithm.entropy_target=null", "algorithm.entropy_target=0.5")),
         (algorithm.reject == "none", ["algorithm.reject_low", "algorithm.reject_high"],

@@ -430,6 +430,11 @@ def _algorithm_problems(config: Config) -> list[str]:
                 f"actor.{key}={value} does not go with algorithm.max_staleness=0: an episode that is learned from "
                 "before it has ended goes on under other weights; raise algorithm.max_staleness to 1"
             )
+    if algorithm.credit.compares_group and algorithm.group_size == 1:
+        found.append(
+            f"algorithm.group_size=1 leaves algorithm.credit={algorithm.credit.name} nothing to compare: set "
+            "algorithm.group_size to at least 2, such as 8"
+        )
     if algorithm.refill > 0 and not algorithm.credit.compares_group:
         found.append(
             f"algorithm.refill={algorithm.refill:g} does not go with algorithm.credit={algorithm.credit.name}, which "

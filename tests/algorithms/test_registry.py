@@ -144,6 +144,14 @@ def test_every_loss_can_be_named(name: str) -> None:
     assert type(found) is LOSSES[name] and found.name == name
 
 
+@pytest.mark.parametrize("name", ["rloo", "my_parts:MyGroupCredit"])
+def test_a_credit_that_compares_a_group_needs_one_of_two(own: Path, name: str) -> None:
+    words = ["model=scratch", f"algorithm.credit={name}"]
+    with pytest.raises(ConfigError, match=f"group_size=1 leaves algorithm.credit={name} nothing to compare"):
+        load([*words, "algorithm.group_size=1"])
+    load([*words, "algorithm.group_size=2"])
+
+
 def test_options_of_a_part_that_was_replaced_are_left_behind() -> None:
     own = ["experiment=toy", "algorithm.group_size=1"]
     assert load(["experiment=toy"]).algorithm.credit.normalize_std  # type: ignore[attr-defined]

@@ -48,9 +48,18 @@ def test_a_setting_without_effect_is_refused(word: str, reason: str) -> None:
     assert word.partition("=")[0] in str(caught.value)
 
 
-@pytest.mark.parametrize("words", [["algorithm=dpo"], ["algorithm=topr", "algorithm.credit.normalize_std=true"]])
-def test_a_scale_of_rewards_is_refused_where_advantages_have_none(words: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"normalize_reward=true has no effect .* at any scale of rewards"):
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["algorithm=dpo"], "with algorithm.credit=preference, whose .* any scale of rewards: set algorithm"),
+        (
+            ["algorithm=topr", "algorithm.credit.normalize_std=true"],
+            "with algorithm.credit.normalize_std=true, .* of rewards: set algorithm.credit.normalize_std=false",
+        ),
+    ],
+)
+def test_a_scale_of_rewards_is_refused_where_advantages_have_none(words: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"normalize_reward=true has no effect {reason}"):
         load(["experiment=toy", *words, "algorithm.normalize_reward=true"])
     load(["experiment=toy", "algorithm=topr", "algorithm.normalize_reward=true"])
 
