@@ -42,7 +42,7 @@ from impala_llm.gateway.agents import AgentFailed, AgentPlayer
 from impala_llm.gateway.tasks import suite_of
 from impala_llm.learning.policy.policy_files import resolve_policy
 from impala_llm.learning.policy.products import prepare_cpu, prepare_cuda
-from impala_llm.observability.actor_metrics import Reporter
+from impala_llm.observability.actor_metrics import Reporter, RunningEpisodes
 from impala_llm.pipeline import ActorEndpoint
 from impala_llm.pipeline.actor_endpoint import actor_name
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError
@@ -115,7 +115,7 @@ class Actor:
         self.channels = endpoint.connect()
         """An `ActorChannel` (transport/actor_channel.py) to each rank; a trajectory goes to that of its ticket."""
         self.waiting: deque[Ticket] = deque()
-        self.running: dict[int, asyncio.Task[None]] = {}
+        self.running = RunningEpisodes()
         if config.evaluation.inside_run:
             self.evaluation = EvaluationEpisodes(self.channels.first, self.play_evaluation)
         self.loading: asyncio.Task[None] | None = None

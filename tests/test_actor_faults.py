@@ -1,9 +1,11 @@
 """Environments that fail again and again: printed once, answered slowly, ended in the end; engines that begin anew."""
 
 import asyncio
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from impala_llm.environment_faults import EnvironmentFaults, failure_reason, is_
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.learning.policy.scratch import make_scratch_policy
-from impala_llm.observability.actor_metrics import Reporter
+from impala_llm.observability.actor_metrics import Reporter, RunningEpisodes
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.rollout import ENGINE_AWAITED, ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
 
@@ -189,10 +191,33 @@ def test_a_cause_without_a_traceback_is_a_fault_as_others(capsys: pytest.Capture
     assert capsys.readouterr().err.count("no sandbox is free") == 1, "of each kind the first"
 
 
+def measured_actor() -> Any:
+    """The parts of an actor that are measured."""
+    actor: Any = SimpleNamespace(running=RunningEpisodes(), channels=SimpleNamespace(arena_fill=0.0), is_up=True)
+    actor.load_seconds, actor.fed_engine, actor.engine_restarts, actor.agents = 0.0, None, 1, None
+    return actor
+
+
+def test_running_episodes_are_the_mean_between_two_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where none is under way when a report is due."""
+    now, task = 100.0, Mock()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    actor = measured_actor()
+    reporter = Reporter(EngineStats())
+    actor.running[1] = actor.running[2] = task
+    now = 101.0
+    del actor.running[1]
+    now = 102.0
+    assert reporter.metrics(EngineStats(), actor)["actor/running_episodes"] == 1.5
+    now = 103.0
+    del actor.running[2]
+    now = 106.0
+    assert reporter.metrics(EngineStats(), actor)["actor/running_episodes"] == 0.25
+
+
 def test_rates_of_an_engine_that_was_made_anew_count_from_its_start() -> None:
     """Its counters are below those of the engine before it."""
-    actor: Any = SimpleNamespace(running={}, channels=SimpleNamespace(arena_fill=0.0), load_seconds=0.0, is_up=True)
-    actor.fed_engine, actor.engine_restarts, actor.agents = None, 1, None
+    actor = measured_actor()
     reporter = Reporter(EngineStats(decode_tokens=1000, prefill_tokens=1000, busy_seconds=100.0))
     metrics = reporter.metrics(EngineStats(decode_tokens=10, prefill_tokens=10, busy_seconds=0.0), actor)
     assert metrics["actor/idle_share"] == 1.0
@@ -214,7 +239,7 @@ def test_restarts_of_engines_are_counted_on_where_another_engine_takes_the_place
         async def close(self) -> None: ...
 
     actor: Any = Actor.__new__(Actor)
-    actor.config, actor.actor_id, actor.running = load(["experiment=toy"]), "actor-0", {}
+    actor.config, actor.actor_id, actor.running = load(["experiment=toy"]), "actor-0", RunningEpisodes()
     actor.channels = SimpleNamespace(request=lambda want: None, arena_fill=0.0)
     actor.board = SimpleNamespace(latest=lambda: 0)
     actor.loading, actor.load_seconds, actor.num_new_learners, actor.announced = None, 0.0, 0, 0

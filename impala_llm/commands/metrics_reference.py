@@ -106,7 +106,8 @@ PARTS = {
     "ratio": "Importance ratios π/μ.",
     "mismatch": "Log-probabilities of the learner against the engine's: l = log π - log μ of a token.",
     "staleness": "Age of the data, in versions.",
-    "actor": "The actors.",
+    "actor": "The actors. What they measure themselves comes once per `pipeline.heartbeat_s`: a shorter step repeats "
+    "the last values.",
     "learner": "The learner.",
     "pipeline": "Tickets, and trajectories on their way to the learner.",
     "buffer": "The replay buffer, and what is lost there.",

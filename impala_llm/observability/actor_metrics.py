@@ -1,12 +1,35 @@
 """Metrics of an actor, which its heartbeats bring to the learner."""
 
+import asyncio
 import time
-from collections.abc import Sized
+from collections import UserDict
 from typing import Any, Protocol
 
 import psutil
 
 from impala_llm.engines.base import EngineStats
+
+
+class RunningEpisodes(UserDict[int, asyncio.Task[None]]):
+    """Episodes under way, by ticket, and how long they have run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seconds, self._at = 0.0, time.monotonic()
+
+    def seconds(self) -> float:
+        """Seconds that episodes have been under way since the start, all of them together."""
+        now = time.monotonic()
+        self._seconds, self._at = self._seconds + len(self) * (now - self._at), now
+        return self._seconds
+
+    def __setitem__(self, ticket_id: int, task: asyncio.Task[None]) -> None:
+        self.seconds()  # up to here with the number before
+        super().__setitem__(ticket_id, task)
+
+    def __delitem__(self, ticket_id: int) -> None:
+        self.seconds()
+        super().__delitem__(ticket_id)
 
 
 class Playing(Protocol):
@@ -17,9 +40,7 @@ class Playing(Protocol):
     load_seconds: float
     channels: Any
     agents: Any
-
-    @property
-    def running(self) -> Sized: ...
+    running: RunningEpisodes
 
     @property
     def fed_engine(self) -> object | None: ...
@@ -30,6 +51,7 @@ class Reporter:
 
     def __init__(self, stats: EngineStats) -> None:
         self.last, self.at = stats, time.monotonic()
+        self.episode_seconds = 0.0
 
     def due(self, interval_s: float) -> bool:
         return time.monotonic() - self.at >= interval_s
@@ -39,6 +61,8 @@ class Reporter:
         # An engine that was made anew counts from 0 again.
         last = self.last if stats.busy_seconds >= self.last.busy_seconds else EngineStats()
         seconds, self.last, self.at = now - self.at, stats, now
+        # Not the number of now: short episodes may all have ended when a heartbeat is due.
+        before, self.episode_seconds = self.episode_seconds, actor.running.seconds()
         load_times = {
             "weights/load_s": actor.load_seconds,
             "weights/pause_s": stats.pause_seconds,
@@ -48,7 +72,7 @@ class Reporter:
             "actor/generated_tokens_per_s": (stats.decode_tokens - last.decode_tokens) / seconds,
             "actor/prefill_tokens_per_s": (stats.prefill_tokens - last.prefill_tokens) / seconds,
             "actor/idle_share": max(0.0, 1.0 - (stats.busy_seconds - last.busy_seconds) / seconds),
-            "actor/running_episodes": float(len(actor.running)),
+            "actor/running_episodes": (self.episode_seconds - before) / seconds,
             "actor/resident_memory_gb": psutil.Process().memory_info().rss / 1e9,
             "pipeline/queue_fill": actor.channels.arena_fill,
             # The learner measures the times of weights that it sends itself.
