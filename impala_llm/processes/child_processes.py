@@ -228,6 +228,18 @@ class Child:
         begin = "; the last line of its log" if (self.poll() or 0) < 0 else ""
         return f"{begin}: {said[-1]} (more in {self.log})" if said else ""
 
+    def death(self) -> tuple[str, str]:
+        """How it has died, and the last line of its log.
+
+        Where a signal has killed one of several ranks, the last line is another's, about the loss of this one: the log
+        alone is named. SIGABRT may itself come of such a loss, as NCCL's does.
+        """
+        codes = [process.poll() or 0 for process in self.processes]
+        if len(codes) > 1 and (code := min(codes)) < 0 and code != -signal.SIGABRT:
+            where = "" if self.log is None else f"; its log is {self.log}"
+            return f"rank {codes.index(code)} {exit_reason(code)}", where
+        return exit_reason(self.poll() or 0), self.last_log_line()
+
 
 def _parse_number(text: str) -> int:
     """Raises OverflowError where no sum or text can be made of it with numbers that are not whole."""
@@ -265,15 +277,16 @@ def keep_alive(
             child.restarts, child.has_ever_worked = 0, True  # not a crash loop
         if child.is_given_up or (code in final and not (code in unless_worked and child.has_ever_worked)):
             return False
+        how, log = child.death()  # before others are killed
         _signal_groups(child.processes, signal.SIGKILL)  # the other ranks, and what is left of its group
         if child.restarts >= most:
             child.is_given_up = True
-            say(f"{child.name} died ({exit_reason(code)}) and is not started again{child.last_log_line()}")
+            say(f"{child.name} died ({how}) and is not started again{log}")
             return False
         delay = min(30.0, 2.0**child.restarts)
         child.restart_at = now + delay
         child.restarts += 1
-        say(f"{child.name} died ({exit_reason(code)}), again in {delay:.0f} s{child.last_log_line()}")
+        say(f"{child.name} died ({how}), again in {delay:.0f} s{log}")
     elif now >= child.restart_at:
         child.restart_at = 0.0
         _kill_relatives([child])

@@ -142,7 +142,7 @@ def test_progress_is_what_a_child_has_reported_since_it_was_asked(tmp_path: Path
     assert not child.has_worked()
 
 
-# Ranks of which the second dies of a signal at its first start, and all end well at the second.
+# Ranks of which the second dies of a signal at its first start, and the first of its loss; at the second all end well.
 RANK = """
 import os, sys, time
 from pathlib import Path
@@ -152,7 +152,10 @@ with starts.open("a") as file:
 if len(starts.read_text().splitlines()) == 1:
     while not (starts.parent / "starts-0").exists():
         time.sleep(0.01)
-    os.kill(os.getpid(), 35) if os.environ["RANK"] == "1" else time.sleep(600)
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), 35)
+    time.sleep(0.3)
+    sys.exit("RuntimeError: Connection closed by peer")  # as gloo says it
 """
 
 
@@ -161,18 +164,19 @@ def test_ranks_start_together_again_when_one_has_died(tmp_path: Path, capfd: pyt
     learner = Child(
         "learner",
         [sys.executable, "-c", RANK, str(tmp_path)],
-        None,
+        tmp_path / "log",
         {**os.environ, FAMILY: "test-ranks"},
         num_ranks=2,
         rendezvous_dir=tmp_path,
     )
     learner.start()
     deadline = time.monotonic() + 60
+    learner.processes[0].wait(60)  # type: ignore[call-arg]
     while child_processes.keep_alive(learner, final=(0,)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert learner.poll() == 0
-    assert "learner died (killed by signal 35)" in capfd.readouterr().err
+    assert f"died (rank 1 killed by signal 35), again in 1 s; its log is {tmp_path}/log\n" in capfd.readouterr().err
     lines = [(tmp_path / f"starts-{rank}").read_text().splitlines() for rank in range(2)]
     assert [line.split()[:2] for line in lines[1]] == [["2", "1"], ["2", "1"]]
     first, second = ({of_rank[start].split()[2] for of_rank in lines} for start in range(2))
