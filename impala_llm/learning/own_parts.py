@@ -28,6 +28,7 @@ from impala_llm.algorithms.interface import (
     Scored,
     Worth,
 )
+from impala_llm.algorithms.registry import CREDITS, LOSSES
 from impala_llm.config import ConfigError
 from impala_llm.engines.out_of_memory import is_out_of_memory
 from impala_llm.learning import packing
@@ -79,7 +80,7 @@ def call_loss(loss: Loss, scored: Scored, advantages: Tensor) -> LossOutput:
     if not isinstance(output.metrics, Mapping):
         raise PartFault(f"{name} returned metrics = {_kind(output.metrics)}: a mapping of names to scalars is expected")
     for metric, value in output.metrics.items():
-        _require_name(name, metric)
+        _require_name(name, loss, metric)
         if getattr(value, "shape", None) != torch.Size() or not _is_number(value):
             raise PartFault(f"{name} returned metric {metric} = {_kind(value)}: a scalar tensor is expected")
     _await_metrics(loss, "loss", output.metrics, scored)
@@ -107,7 +108,7 @@ def call_credit(credit: Credit, scored: Scored, batch: PackedBatch, prepared: Te
     if credit.of_episodes:
         assert prepared is not None  # see `call_prepare`
         _require_prepared(name, worth, prepared[scored.segment_ids])
-    _require_metrics(name, worth.metrics)
+    _require_metrics(name, credit, worth.metrics)
     _await_metrics(credit, "credit", [metric for metric, _, _ in worth.metrics], scored)
     return worth
 
@@ -131,7 +132,7 @@ def call_prepare(credit: Credit, episodes: Episodes) -> Prepared | None:
         return None
     prepared = _require(name, Prepared, result)
     _require_constants(f"{name} returned advantages", prepared.advantages, episodes.returns, "episode")
-    _require_metrics(name, prepared.metrics)
+    _require_metrics(name, credit, prepared.metrics)
     _await_metrics(credit, "credit", [metric for metric, _, _ in prepared.metrics])
     return prepared
 
@@ -213,14 +214,14 @@ def _require(name: str, expected: type[_Result], result: object) -> _Result:
     return result
 
 
-def _require_metrics(name: str, metrics: object) -> None:
+def _require_metrics(name: str, credit: Credit, metrics: object) -> None:
     if not isinstance(metrics, Sequence):
         raise PartFault(f"{name} returned metrics = {_kind(metrics)}: a sequence of (name, value, weight) is expected")
     for each in metrics:
         if not isinstance(each, tuple) or len(each) != 3:
             raise PartFault(f"{name} returned {each!r:.100} among its metrics: (name, value, weight) is expected")
         metric, value, weight = each
-        _require_name(name, metric)
+        _require_name(name, credit, metric)
         numbers = value if isinstance(value, tuple) else (value,)
         if not all(_is_number(x[()] if isinstance(x, np.ndarray) else x) for x in (*numbers, weight)):
             raise PartFault(
@@ -237,9 +238,18 @@ def _require_metrics(name: str, metrics: object) -> None:
             )
 
 
-def _require_name(name: str, metric: object) -> None:
+def _require_name(name: str, part: Credit | Loss, metric: object) -> None:
+    """Require a metric that the class of the part declares, or one of this package, which it may call."""
     if not isinstance(metric, str):
         raise PartFault(f"{name} returned a metric named {metric!r}: a text is expected")
+    key = "credit" if isinstance(part, Credit) else "loss"
+    ours: Mapping[str, Any] = CREDITS if isinstance(part, Credit) else LOSSES
+    names = {metric, f"{key}/{metric}", metric.removeprefix(f"{key}/")}
+    if all(names.isdisjoint(each.metrics) for each in (part, *ours.values())):
+        raise PartFault(
+            f"{name} returned the metric {metric}, which its class does not declare: add "
+            f'`metrics = {{"{metric}": "what it means"}}`'
+        )
 
 
 def _is_number(value: object) -> bool:

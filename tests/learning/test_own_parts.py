@@ -19,6 +19,7 @@ from impala_llm.algorithms.interface import (
     Scored,
     Worth,
 )
+from impala_llm.algorithms.losses import PPOClip
 from impala_llm.learning.own_parts import (
     PartFault,
     call_batch_limit,
@@ -38,6 +39,8 @@ BATCH = PackedBatch.of([make_trajectory(5, [(1, 1 + N)])], [0])
 class OwnLoss(Loss):
     """A user's loss that does what it is told."""
 
+    metrics = {"x_share": "declared"}
+
     def __init__(self, act: Callable[[Scored, torch.Tensor], Any]) -> None:
         super().__init__(name="mine:OwnLoss")
         self.act = act
@@ -49,6 +52,7 @@ class OwnLoss(Loss):
 @dataclass
 class OwnCredit(Credit):
     uses_values: ClassVar[bool] = True
+    metrics = {"m": "declared", "explained_variance": "declared"}
     worth: Worth | None = None
 
     def __call__(self, scored: Scored, batch: Any, prepared: Any) -> Any:
@@ -84,6 +88,7 @@ FITTED = Worth(ONES, LEARNED, ONES, torch.zeros(N, dtype=torch.int64), value_coe
             r"metric x_share = a tensor .*\[3\]",
         ),
         (lambda s, a: LossOutput(-a * s.log_probs, {"x_share": 0.5}, ONES), "metric x_share = a float"),
+        (lambda s, a: LossOutput(-a * s.log_probs, {"loss/y": a[0]}, ONES), "metric loss/y, which its class does not"),
         (
             lambda s, a: LossOutput(-a * s.log_probs, {"x_share": torch.tensor(1j)}, ONES),
             "metric x_share = a tensor .* dtype complex64: a scalar",
@@ -97,6 +102,10 @@ def test_a_loss_s_mistake_is_named(act: Callable[..., Any], said: str, capsys: p
     with pytest.raises(PartFault, match=f"algorithm.loss=mine:OwnLoss .*{said}"):
         call_loss(OwnLoss(act), scored(), ONES)
     assert ("Traceback" in capsys.readouterr().err) == ("raised" in said), "of the user's own lines"
+
+
+def test_a_loss_may_return_the_metrics_of_a_packaged_one_that_it_calls() -> None:
+    assert "clip_share" in call_loss(OwnLoss(lambda s, a: PPOClip()(s, a)), scored(), ONES).metrics
 
 
 @pytest.mark.parametrize(
@@ -137,6 +146,10 @@ def test_a_loss_s_mistake_is_named(act: Callable[..., Any], said: str, capsys: p
             r"\('m', 2.0\) among its metrics: \(name, value, weight\) is expected",
         ),
         (Worth(ONES, metrics=3.0), "metrics = a float: a sequence of"),  # type: ignore[arg-type]
+        (
+            Worth(ONES, metrics=[("n", 1.0, 1.0)]),
+            'the metric n, which its class does not declare: add `metrics = {"n": "what it means"}`',
+        ),
         (Worth(ONES, metrics=[(3, 1.0, 1.0)]), "a metric named 3: a text is expected"),  # type: ignore[list-item]
     ],
 )
@@ -247,7 +260,7 @@ def test_a_mistake_in_a_credit_s_prepare_is_named(result: Callable[[Episodes], A
 
 
 def test_what_a_credit_may_prepare_comes_back_as_it_is() -> None:
-    for right in (None, Prepared(ONES), Prepared(ONES, [("mine/x", 1.0, 3.0)])):
+    for right in (None, Prepared(ONES), Prepared(ONES, [("m", 1.0, 3.0)])):
         OwnEpisodeCredit.result = staticmethod(lambda e, right=right: right)
         assert call_prepare(OwnEpisodeCredit(name="mine:OwnEpisodeCredit"), episodes()) is right
 
