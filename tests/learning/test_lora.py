@@ -96,7 +96,11 @@ def test_what_lies_beside_a_version_restores_the_adapters_and_the_value_head(tmp
 
 @pytest.mark.parametrize(
     ("architecture", "targets", "reason"),
-    [("qwen3", ["c_attn"], "cannot be used: .*c_attn"), ("qwen3_moe", ["all-linear"], "experts, which is no matrix")],
+    [
+        ("qwen3", ["q_prj", "k_proj"], "cannot be used: the model has no q_prj: name some of q_proj, k_proj, v_proj, "),
+        ("qwen3", ["k_proj", "q_prj"], "the model has no q_prj: .*down_proj, or set model.lora.targets=.all-linear"),
+        ("qwen3_moe", ["all-linear"], "experts, which is no matrix"),
+    ],
 )
 def test_targets_that_cannot_be_adapted_are_refused(
     tmp_path: Path, architecture: str, targets: list[str], reason: str

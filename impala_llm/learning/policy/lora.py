@@ -7,7 +7,7 @@ out (policy_export.py). Beside each version lie the adapters, in float32, with w
 Invariant: adapters lie whole, and equal, on every rank, also where ranks share the rest of the policy.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,14 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from impala_llm.engines.base import ModelRefused
 from impala_llm.settings import LoraConfig
 
 ADAPTER_FOLDER = "adapter"
 _ALL = "all-linear"
+_MATRICES = (nn.Linear, Conv1D)
 _NAME = "default"
 """The adapter's, as peft calls the first one of a model."""
 _PREFIX = "adapter."
@@ -52,6 +54,7 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig) -> None:
         return
     import peft  # takes seconds, and few runs need it
 
+    _check_names(lm, config.targets)
     targets: Any = _ALL if config.targets == [_ALL] else list(config.targets)
     settings = peft.LoraConfig(
         r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM", lora_dropout=0.0
@@ -78,6 +81,18 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig) -> None:
     # Its own record of where the adapters are: targets by name, where they were described.
     adapted: Any = lm
     adapted.peft_config = {_NAME: settings}
+
+
+def _check_names(lm: PreTrainedModel, targets: Sequence[str]) -> None:
+    """Raise ModelRefused, with the names of the model's matrices, for a target that is none of its modules."""
+    modules = dict(lm.named_modules())
+    for target in targets:
+        if target != _ALL and not any(f".{name}".endswith(f".{target}") for name in modules):
+            own = {name.rpartition(".")[2]: None for name, module in modules.items() if isinstance(module, _MATRICES)}
+            raise ModelRefused(
+                f"model.lora.targets={list(targets)} cannot be used: the model has no {target}: name some of "
+                f"{', '.join(name for name in own if name != 'lm_head')}, or set model.lora.targets=[all-linear]"
+            )
 
 
 def is_adapted(lm: PreTrainedModel) -> bool:
