@@ -284,13 +284,13 @@ async def play_episode(
     Raises:
         EpisodeAborted: the engine aborted a completion, and no turn before it was to be kept.
         EngineError: the engine refused the request or died.
-        EnvironmentFault: the environment raised, or returned what it must not.
+        EnvironmentFault, ValueError: the environment broke its contract; its first observation leaves no room.
     """
     info: dict[str, Any] = {}
     terminated = truncated = False
     try:
         observation = await contract.reset(session, spec.task_id, spec.env)
-        played = _Played(spec, chat.first(observation))
+        played = _begin(spec, chat.first(observation), limits)
         while not (terminated or truncated) and len(played.tokens) < limits.max_length:
             if played.completions and limits.is_time_over():  # nothing would abort the next completion
                 info, truncated = {}, True
@@ -319,6 +319,16 @@ async def play_episode(
         contract.close(session)
     bootstrap = truncated and not terminated and len(played.tokens) <= limits.max_length
     return played.end_unroll(info if terminated or truncated else {}, bootstrap=bootstrap)  # else it may hold anything
+
+
+def _begin(spec: EpisodeSpec, tokens: list[int], limits: EpisodeLimits) -> "_Played":
+    """An episode at its first observation. Raises ValueError where that leaves no room for a completion."""
+    if len(tokens) >= limits.max_length:
+        raise ValueError(
+            f"task {spec.task_id}: its first observation has {len(tokens)} tokens and leaves no room for a completion "
+            f"at engine.max_length={limits.max_length}: raise engine.max_length"
+        )
+    return _Played(spec, tokens)
 
 
 async def _completion(engine: TokenGenerator, session: str, tokens: list[int], params: SamplingParams) -> Generation:
@@ -368,11 +378,6 @@ class _Played:
             continues: whether the episode continues.
         """
         spec, tokens, completions = self.spec, self.tokens, self.completions
-        if not completions:
-            raise ValueError(
-                f"task {spec.task_id}: its first observation has {len(tokens)} tokens and leaves no room for an "
-                "completion: raise engine.max_length"
-            )
         num_tokens = len(tokens) if bootstrap else completions[-1][0] + len(completions[-1][1].tokens)
         self.completions = []
         self.num_unrolls += 1
