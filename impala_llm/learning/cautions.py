@@ -7,7 +7,7 @@ import torch
 
 from impala_llm.checks.settings_cautions import settings_cautions
 from impala_llm.learning.policy.model import PolicyModel
-from impala_llm.settings import Config
+from impala_llm.settings import Config, ModelConfig
 
 LARGE_MODEL = 50_000_000
 """Parameters."""
@@ -46,9 +46,11 @@ def cautions(config: Config, model: PolicyModel) -> list[str]:
 
 def other_value_head(config: Config, model: PolicyModel) -> list[str]:
     """A sentence where the starting policy has a fitted value head that this one cannot take over."""
-    if model.other_hidden_size is None:
-        return []
     width = config.model.value_hidden_size
+    # The defaults do not fit each other: the shipped policy has a linear head, and a hidden layer scored higher.
+    is_default = config.model.path == ModelConfig.path and width is None
+    if model.other_hidden_size is None or is_default:
+        return []
     return [
         f"model.value_hidden_size={'null' if width is None else width}: the fitted value head in {config.model.path} "
         f"has another shape, and a new one begins: set model.value_hidden_size={model.other_hidden_size} to keep it"

@@ -144,6 +144,11 @@ def test_a_device_that_does_not_hold_the_policy_is_named_with_what_helps(
         make_model(config, Origin(0, 0, None, None, is_lost=False), Ranks("cpu"))
 
 
+def test_the_default_value_head_of_the_default_policy_is_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(load([]), Origin(0, 0, None, None, is_lost=False), Ranks("cpu"))
+    assert "value_hidden_size" not in capsys.readouterr().out
+
+
 def test_a_damaged_checkpoint_takes_no_place_among_those_that_are_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
