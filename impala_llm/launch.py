@@ -162,7 +162,7 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
     if start.run_id is not None and not start.take_over:
         newest, _ = newest_whole(Path(config.run.dir), verifies=False)
         if newest is not None:  # else it begins again
-            say(f"the run in {config.run.dir} goes on; its newest checkpoint is {newest.path.name}")
+            say(f"the run in {config.run.dir} goes on; its newest checkpoint is {newest.path.name} (not checked yet)")
     children = plan(config, overrides, indices)
     learner, actors = children[0], children[1:]
     if start.lost_owner is not None:

@@ -114,7 +114,8 @@ def find_origin(run_folder: Path, newest: WeightReader | None, versions: Version
                 f"learner: {run_folder / FOLDER / VERSIONS} is missing or damaged: {RESERVED} versions are left out, "
                 "as many as are reserved at a time"
             )
-        under = "" if version == saved.version else f", as version {version}: the {version - 1} before may be in use"
+        taken = f", as version {version}: numbers up to {version - 1} may have been published before"
+        under = "" if version == saved.version else taken
         say(f"learner: going on from update {update}, checkpoint {saved.path}{under}")
         if saved.num_ranks != ranks.world_size and is_lost:
             say(

@@ -42,7 +42,7 @@ from impala_llm.pipeline.shm.record import record_bytes
 from impala_llm.pipeline.tickets.journal_rows import Row
 from impala_llm.processes.programs import how_to_evaluate
 from impala_llm.processes.supervised import SUPERVISED, say
-from impala_llm.settings import LearnerConfig
+from impala_llm.settings import LearnerConfig, holds_run
 
 _log = logging.getLogger(__name__)
 Tickets = tuple[Sequence[Row], Mapping[int, Callable[[], memoryview]]]
@@ -281,10 +281,11 @@ class Saving:
                 say(how_to_evaluate(run_folder))
             return True
         parts.endpoint.run_dir.keep()
+        resume = "" if holds_run(run_folder) else " with run.resume=true"  # else the same command would begin anew
         say(
             f"learner: the policy of update {end.update} stays in {parts.endpoint.run_dir.path}, in memory until "
             f"this host is restarted: mend what was said above (for a full disk: make room in {run_folder}), then the "
-            "same command with run.resume=true goes on from there and saves it"
+            f"same command{resume} goes on from there and saves it"
         )
         return False
 

@@ -126,6 +126,22 @@ def test_a_policy_that_cannot_be_saved_amid_a_run_does_not_end_it(
     assert "policy of update 5 cannot be saved" in said and "this model cannot be written so" in said
 
 
+@pytest.mark.parametrize(
+    ("has_metrics", "onward"), [(True, "the same command goes on"), (False, "command with run.resume=true goes")]
+)
+def test_a_last_policy_that_cannot_be_saved_is_saved_by_the_command_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_metrics: bool, onward: str
+) -> None:
+    """Without metrics on the disk the same command alone would begin anew."""
+    saving, _ = make_saving(tmp_path, lora_rank=0)
+    if has_metrics:
+        (tmp_path / "run" / "tensorboard").mkdir(parents=True)
+        (tmp_path / "run" / "tensorboard" / "metrics.jsonl").write_text("{}\n")
+    monkeypatch.setattr(PolicyModel, "save", no_room)
+    assert not saving.save_last_policy(tmp_path / "run", MOMENT)
+    assert onward in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_a_saved_policy_says_of_which_update_it_is_and_one_that_learns_on_from_it_does_not(
     tmp_path: Path, lora_rank: int

@@ -338,8 +338,8 @@ class RunDirectory:
         if self._lock.is_open:  # not in a forked process
             if self.is_kept:
                 _log.warning(
-                    "%s stays in memory, since it holds work of the run that is on no disk: the same command with "
-                    "run.resume=true goes on with it",
+                    "%s stays in memory, since it holds work of the run that is on no disk: the same command goes on "
+                    "with it, with run.resume=true where run.dir has no metrics yet",
                     self._root,
                 )
             else:
