@@ -68,6 +68,11 @@ def _other_parameters(config: Config, of_policy: int) -> dict[str, int]:
     return found
 
 
+def _size(gb: float) -> str:
+    """A size as people read it."""
+    return f"{gb:.1f} GB" if gb >= 0.1 else f"{1000 * gb:.0f} MB"
+
+
 def look(config: Config, gpus: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
     """Compare what the model needs with the memory of the GPUs and of the host.
 
@@ -78,19 +83,21 @@ def look(config: Config, gpus: Sequence[Mapping[str, Any]]) -> tuple[str, list[s
         What is needed, in words, and what is wrong.
     """
     needs, learner = needs_of(config), config.learner
+    if not needs.process and not sum(needs.others.values()):
+        return f"not counted: there are no weights of model.path={config.model.path} yet", []
     is_on_gpus = bool(gpus) and config.model.device != "cpu"
-    state = f"{needs.process:.1f} GB for weights, gradients and optimizer of a process; activations come on top"
-    state += "".join(f"; {size:.1f} GB for {key}, whole in each process" for key, size in needs.others.items())
+    state = f"{_size(needs.process)} for weights, gradients and optimizer of a process; activations come on top"
+    state += "".join(f"; {_size(size)} for {key}, whole in each process" for key, size in needs.others.items())
     problems = _gpu_problems(config, needs, gpus) if is_on_gpus else []
     held = 0.0 if is_on_gpus and not learner.cpu_offload else needs.num_processes * needs.process
     held += 0.0 if is_on_gpus else needs.num_processes * sum(needs.others.values())
     where = f"model.path={config.model.path} with learner.num_ranks={learner.num_ranks}"
     if not is_on_gpus:
-        state += f"; {config.num_actors * needs.engine:.1f} GB for the weights of the actors' engines"
+        state += f"; {_size(config.num_actors * needs.engine)} for the weights of the actors' engines"
         where += f" and actor.num_actors={config.num_actors}"
         held += config.num_actors * needs.engine
     start = needs.num_processes * needs.read
-    state += f"; of the host {start:.1f} GB at the start, {needs.copied:.1f} GB for the copy of a checkpoint"
+    state += f"; of the host {_size(start)} at the start, {_size(needs.copied)} for the copy of a checkpoint"
     there = min(psutil.virtual_memory().total, most_memory()) / 1e9
     smaller = "take a smaller model or more memory"
     if held + needs.copied > there:

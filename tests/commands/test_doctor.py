@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from impala_llm import cli
-from impala_llm.commands import doctor
+from impala_llm.commands import doctor, model_memory
 from impala_llm.config import load
 from impala_llm.pipeline.network.keys import make_keys
 from impala_llm.settings import ASSETS
@@ -139,6 +139,12 @@ def test_a_process_group_without_a_network_is_wrong(examine: Examine, monkeypatc
     _, found = examine()
     assert found["process group"]["problems"] == []
     assert "it failed" in found["process group"]["state"] and "a learner of one process needs none" in str(found)
+
+
+def test_the_memory_of_a_small_model_is_in_megabytes() -> None:
+    state, _ = model_memory.look(load(["model=tiny_shopper", "actor.num_actors=1"]), [])
+    assert state.startswith("12 MB for weights, gradients and optimizer of a process") and " 0.0 GB" not in state
+    assert model_memory.look(load(["experiment=toy"]), [])[0].startswith("not counted: ")
 
 
 @pytest.mark.usefixtures("without_ranks")
