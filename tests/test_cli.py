@@ -629,6 +629,13 @@ def test_a_setting_that_is_written_as_an_option_is_named_as_it_is_written(capsys
         assert capsys.readouterr().err == f"impala-llm: {words[0]} is no option of this command: {hint}\n"
 
 
+def test_a_dry_run_of_actors_is_answered_with_the_command_that_checks_a_host(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["actors", "--dry-run", "experiment=toy"]) == 2
+    assert "--dry-run is no option of this command: `impala-llm doctor` with the same" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_an_interrupted_evaluation_after_training_names_the_command_that_makes_its_table(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

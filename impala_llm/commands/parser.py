@@ -236,6 +236,8 @@ def options(command: str, words: Sequence[str]) -> tuple[bool, list[str]]:
             is_value = following and not following.startswith("-") and "=" not in following
             setting = setting_for(option.lstrip("-"), value or (following if is_value else "VALUE"))
             hint = f"write {setting}" if setting else f"see `impala-llm {command} --help`"
+            if word == "--dry-run" and command == "actors":
+                hint = "`impala-llm doctor` with the same settings checks them and this host"
             raise ConfigError(f"{word} is no option of this command: {hint}")
         else:
             overrides.append(word)
