@@ -169,7 +169,8 @@ def _of_parts(key: str, packaged: Mapping[str, type]) -> Iterator[Entry]:
         for field in option_fields(part):
             entry = Entry(f"{key}.{field.name}", _written(field.default), _allowed(field), meanings.get(field.name, ""))
             owners.setdefault(entry, []).append(name)
-    yield Entry(key, "my_module:MyClass", "", "Your own, by its import path: see impala_llm/algorithms/interface.py.")
+    where = 'docs/algorithms.md, "One of your own", and impala_llm/algorithms/interface.py'
+    yield Entry(key, "my_module:MyClass", "", f"Your own, by its import path: see {where}.")
     for entry, names in owners.items():
         having = ", ".join(names) if len(names) < len(packaged) else "all"
         yield replace(entry, meaning=f"{having}: {entry.meaning}")
