@@ -13,10 +13,14 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from impala_llm.learning.checkpoints.files import newest_whole
+from impala_llm.learning.checkpoints.reader import CheckpointReader
 from impala_llm.pipeline.network import keys
-from tests.system.runs import ROOT, Run, column
+from impala_llm.pipeline.tickets.journal_rows import LIVE, TAKEN
+from tests.system.runs import ROOT, START_S, Run, column
 
 LEARNER, ACTORS = "10.77.0.1", "10.77.0.2"
 PORT = 7400
@@ -100,17 +104,22 @@ context.destroy(linger=0)
 """
 
 
+def copy_keys(tmp_path: Path) -> tuple[Path, Path]:
+    """Make keys. Returns the learner's folder, and what an operator copies of it to the other host."""
+    folder, away = tmp_path / "keys", tmp_path / "away"
+    keys.make_keys(folder)
+    away.mkdir(mode=0o700)
+    for name in ("actor.secret.json", "learner.public.json"):
+        shutil.copy(folder / name, away / name)
+    return folder, away
+
+
 @pytest.mark.system
 def test_actors_on_another_host_train_strangers_get_nothing_and_a_cut_cable_is_survived(
     hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
     learner_host, actor_host = hosts
-    folder = tmp_path / "keys"
-    keys.make_keys(folder)
-    away = tmp_path / "away"  # what an operator copies to the other host
-    away.mkdir(mode=0o700)
-    for name in ("actor.secret.json", "learner.public.json"):
-        shutil.copy(folder / name, away / name)
+    folder, away = copy_keys(tmp_path)
     server = f"tcp://{LEARNER}:{PORT}"
     with Run(tmp_path / "run", "experiment=toy", "learner.total_updates=100000") as run:
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
@@ -144,4 +153,66 @@ def test_actors_on_another_host_train_strangers_get_nothing_and_a_cut_cable_is_s
         process.send_signal(signal.SIGTERM)
         learner.wait(STOP_S)
         assert actors.wait(STOP_S) == 0, run.printed()
+        run.assert_gone()
+
+
+SLOW = """
+import asyncio, random
+from impala_llm.envs.toy import CorridorSession, CorridorSuite
+
+class SlowSession(CorridorSession):
+    async def step(self, action):
+        await asyncio.sleep(1.5 * random.random())
+        return super().step(action)
+
+class Slow(CorridorSuite):
+    def session(self, training):
+        return SlowSession(self)
+"""
+"""Episodes of different lengths: some are under way at each checkpoint."""
+BATCH = 16
+
+
+def num_skipped(folder: Path) -> int:
+    """Number of tickets that a run has dealt by its last checkpoint, and that it neither trained on nor still has."""
+    checkpoint, _ = newest_whole(folder)
+    assert checkpoint is not None
+    rows = CheckpointReader(checkpoint).plain(0)["rows"].tolist()
+    (num_taken,) = [row[1] for row in rows if row[0] == TAKEN]
+    num_live = len({row[1] for row in rows if row[0] == LIVE})
+    return num_taken - num_live - BATCH * checkpoint.update
+
+
+@pytest.mark.system
+def test_no_task_is_skipped_where_actors_outlive_the_host_of_their_learner(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
+    """What they play meanwhile is of older weights than the tickets demand once the run goes on."""
+    learner_host, actor_host = hosts
+    folder, away = copy_keys(tmp_path)
+    server = f"tcp://{LEARNER}:{PORT}"
+    settings = (f"learner.batch_size={BATCH}", "learner.checkpoint_every=2", "learner.total_updates=6")
+    with Run(tmp_path / "run", "experiment=corridor", "env.name=slow:Slow", *settings) as run:
+        (tmp_path / "slow.py").write_text(SLOW)
+        run.python_path.append(str(tmp_path))
+        program = (sys.executable, "-m", "impala_llm.cli")
+        train = learner_host.enter(
+            *program, "train", "actor.num_actors=0", f"pipeline.bind={server}", f"pipeline.keys={folder}"
+        )
+        learner = run.start(*train)
+        actors = run.start(
+            *actor_host.enter(
+                *(*program, "actors", "--num-actors", "1"), f"pipeline.connect={server}", f"pipeline.keys={away}"
+            )
+        )
+        run.wait_for((run.directory / "checkpoints" / "update-000002").exists, "the checkpoint of update 2")
+        lost = psutil.Process(learner.pid)
+        for process in [lost, *lost.children(recursive=True)]:
+            process.kill()
+        learner.wait()
+        assert run.start(*train).wait(START_S) == 0, run.printed()
+        assert actors.wait(STOP_S) == 0, run.printed()
+        rows = run.rows()
+        assert num_skipped(run.directory) <= sum(column(rows, "buffer/evicted")), run.printed()
+        assert sum(column(rows, "pipeline/regranted")) > 0 == sum(column(rows, "pipeline/refused"))
         run.assert_gone()

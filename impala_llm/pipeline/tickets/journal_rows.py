@@ -15,7 +15,7 @@ from impala_llm.pipeline.tickets.ticket import LedgerEntry, TicketState
 from impala_llm.trajectory import MAX_TICKETS
 
 Row = tuple[int, ...]
-_ORDER, _TAKEN, _LIVE, _TRAINED, _EVICTED, _REFUSED, _SETTLED, _MADE, _CRASHED = range(9)
+_ORDER, TAKEN, LIVE, _TRAINED, _EVICTED, _REFUSED, _SETTLED, _MADE, _CRASHED = range(9)
 _LOSSES_AT = 32
 """First bit of the number of losses in a row's fifth field; the bits below hold the number of attempts."""
 _KINDS = {TicketState.TRAINED: _TRAINED, TicketState.EVICTED: _EVICTED, TicketState.REFUSED: _REFUSED}
@@ -27,7 +27,7 @@ NO_FORECAST = (0, 0)
 def note(entry: LedgerEntry) -> Row:
     """Row of a ticket: its end, or that it has not ended."""
     ticket = entry.ticket
-    kind = _KINDS.get(entry.state, _LIVE)
+    kind = _KINDS.get(entry.state, LIVE)
     tries = entry.attempts | entry.losses << _LOSSES_AT
     return kind, ticket.ticket_id, entry.born_version, ticket.min_version, tries, entry.step
 
@@ -70,7 +70,7 @@ def account(
     entries = list(entries)
     return [
         (_ORDER, *order.identity().values()),
-        (_TAKEN, order.num_taken, 0, 0, 0, 0),
+        (TAKEN, order.num_taken, 0, 0, 0, 0),
         note_made(version, forecast),
         *map(note, entries),
         *(
@@ -100,7 +100,7 @@ def as_of(rows: Iterable[Row], version: int) -> list[Row]:
         if row[0] == _MADE:
             found.append((_MADE, min(row[1], version), *row[2:]))
         elif row[0] == _TRAINED and row[5] > version:
-            found.append((_LIVE, *row[1:5], 0))
+            found.append((LIVE, *row[1:5], 0))
         elif row[0] != _SETTLED or row[3] <= version:
             found.append(row)
     return found
@@ -122,7 +122,7 @@ def dealt(by_rank: Sequence[Sequence[Sequence[int]]], rank: int, num_ranks: int)
     """
     num_before = len(by_rank)
     group_size = group_size_of(by_rank[0])
-    taken = [next(row[1] for row in rows if row[0] == _TAKEN) for rows in by_rank]
+    taken = [next(row[1] for row in rows if row[0] == TAKEN) for rows in by_rank]
     made_rows = [row for rows in by_rank for row in rows if row[0] == _MADE]
     made = max(row[1] for row in made_rows)
     num_counted = sum(row[2] for row in made_rows)
@@ -133,10 +133,10 @@ def dealt(by_rank: Sequence[Sequence[Sequence[int]]], rank: int, num_ranks: int)
     skipped = [group for group in mine if group // num_before >= taken[group % num_before]]
     return [
         (*order[:4], rank, num_ranks),
-        (_TAKEN, len(mine), 0, 0, 0, 0),
+        (TAKEN, len(mine), 0, 0, 0, 0),
         note_made(made, (num_counted, mean)),
         *(
-            (_LIVE, ticket, made, 0, 0, 0)
+            (LIVE, ticket, made, 0, 0, 0)
             for group in skipped
             for ticket in range(group * group_size, (group + 1) * group_size)
         ),
@@ -144,7 +144,7 @@ def dealt(by_rank: Sequence[Sequence[Sequence[int]]], rank: int, num_ranks: int)
             (kind, ticket, *rest)
             for rows in by_rank
             for kind, ticket, *rest in rows
-            if kind not in (_ORDER, _TAKEN, _MADE) and ticket // group_size % num_ranks == rank
+            if kind not in (_ORDER, TAKEN, _MADE) and ticket // group_size % num_ranks == rank
         ),
     ]
 
@@ -154,12 +154,16 @@ def renumbered(rows: Iterable[Sequence[int]], shift: int) -> list[Row]:
 
     Args:
         rows: see `account`.
-        shift: that is added to each version but 0, which means none in most places.
+        shift: that is added to each version but 0, which means none in most places. Not where a ticket demands it:
+            trajectories from before the change are older than all that are made after it.
     """
     found: list[Row] = []
     for kind, *fields in rows:
-        at = {_SETTLED: (2,), _MADE: (0,), _ORDER: (), _TAKEN: (), _CRASHED: ()}.get(kind, (1, 2, 4))
-        found.append((kind, *(value + shift if i in at and value else value for i, value in enumerate(fields))))
+        at = {_SETTLED: (2,), _MADE: (0,), _ORDER: (), TAKEN: (), _CRASHED: ()}.get(kind, (1, 4))
+        moved = [value + shift if i in at and value else value for i, value in enumerate(fields)]
+        if 4 in at:
+            moved[2] += shift
+        found.append((kind, *moved))
     return found
 
 
@@ -209,7 +213,7 @@ def read(rows: Sequence[Sequence[int]], order: TaskOrder, version: int) -> Journ
                 raise RunDirectoryError(
                     f"the journal is of the task order {row[1:]}, this run has {identity}: start under another run.name"
                 )
-        elif row[0] == _TAKEN:
+        elif row[0] == TAKEN:
             order.skip_to(row[1])
         elif row[0] == _SETTLED:
             if row[3] <= version:

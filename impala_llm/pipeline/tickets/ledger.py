@@ -253,6 +253,31 @@ class TicketLedger:
                 self._table.note(entry)
             self._table.write_notes()
 
+    def outdated(self, ticket_id: int, actor_id: str) -> bool:
+        """Grant a ticket again whose trajectory is of older weights than it demands.
+
+        An actor that outlives the learner's host brings such trajectories: in a run that goes on from a checkpoint, the
+        tickets that it holds demand later versions than before. So the first one of a ticket does not count as an
+        attempt. The next ones do, see `failed`: otherwise an actor could have a ticket granted again without end.
+
+        Args:
+            ticket_id: of the ticket; no effect if it is not open at this actor.
+            actor_id: of the actor that sent the trajectory.
+
+        Returns:
+            Whether the attempt has failed.
+        """
+        with self._lock:
+            entry = self._table.entries.get(ticket_id)
+            if entry is None or entry.state is not TicketState.OPEN or entry.actor_id != actor_id:
+                return False
+            if entry.was_outdated or entry.episode_id is not None:
+                self.failed(ticket_id, actor_id)
+                return True
+            entry.was_outdated = True
+            self._table.grant_again(entry)
+            return False
+
     def refused(self, ticket_id: int, actor_id: str) -> None:
         """Refuse a ticket whose trajectory was malformed. An episode of which an unroll was received is cut instead.
 

@@ -48,8 +48,10 @@ class Verdict(Enum):
     """Another attempt at the ticket was faster, or the ticket has ended: final, the ticket is unchanged."""
     UNKNOWN_TICKET = auto()
     NOT_AS_GRANTED = auto()
-    """The trajectory is of another task or group than its ticket or of older weights than the ticket demands, or it
-    is an unroll and its ticket one of a group, which is for a whole episode."""
+    """The trajectory is of another task or group than its ticket, or it is an unroll and its ticket one of a group,
+    which is for a whole episode."""
+    OUTDATED = auto()
+    """The trajectory is of older weights than its ticket demands."""
 
 
 Claim = tuple[str, int, int, int, int, int, int]
@@ -197,9 +199,12 @@ class TicketTable:
                 verdicts.append(verdict)
                 continue
             ticket = entry.ticket
-            is_other = ticket.task_id != task_id or ticket.group_id != group_id or ticket.min_version > oldest_version
+            is_other = ticket.task_id != task_id or ticket.group_id != group_id
             if is_other or (is_grouped and (unroll_index or flags & CONTINUES)):
                 verdicts.append(Verdict.NOT_AS_GRANTED)
+                continue
+            if ticket.min_version > oldest_version:
+                verdicts.append(Verdict.OUTDATED)
                 continue
             is_new = entry.episode_id is None
             if is_new and entry.state is TicketState.OPEN:

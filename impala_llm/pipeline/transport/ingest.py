@@ -311,6 +311,10 @@ class Ingest:
             settled.acks.append(row[SEQUENCE])
         elif answer is Verdict.NOT_AS_GRANTED:
             self._refuse(row, actor_id, self._explain_claim(row[TICKET], facts), settled)
+        elif answer is Verdict.OUTDATED:
+            settled.refusals.append((row[SEQUENCE], self._explain_claim(row[TICKET], facts)))
+            has_failed = self._ledger.outdated(row[TICKET], actor_id)
+            self.totals["trajectories_refused" if has_failed else "trajectories_unwanted"] += 1
         else:
             what = "is unknown" if answer is Verdict.UNKNOWN_TICKET else "has its episode already or has ended"
             self.totals["trajectories_unwanted"] += 1

@@ -307,10 +307,10 @@ class Receiver:
         """Counters by name: those of the ledger and those of the receiver.
 
         Totals since the start: received_bytes, trajectories_refused (malformed), trajectories_unwanted (of superseded
-        or unknown tickets), recovered (found after a restart), messages_malformed, actors_lost, sessions_broken (ended
-        by an error of our own), evaluation_unwanted (answers to evaluation tasks that were not awaited),
-        tickets_expired, peers_refused (connections without an authorised key). Current levels: actors,
-        queue_trajectories, arena_fill (share of the trajectory store in use).
+        or unknown tickets, or of older weights, see `TicketLedger.outdated`), recovered (found after a restart),
+        messages_malformed, actors_lost, sessions_broken (ended by an error of our own), evaluation_unwanted (answers to
+        evaluation tasks that were not awaited), tickets_expired, peers_refused (connections without an authorised key).
+        Current levels: actors, queue_trajectories, arena_fill (share of the trajectory store in use).
         """
         totals = (
             (self._ingest.totals, ("received_bytes", "trajectories_refused", "trajectories_unwanted")),

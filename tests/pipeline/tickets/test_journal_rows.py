@@ -52,6 +52,16 @@ def test_renumbered_rows_are_those_of_a_ledger_with_later_versions(tmp_path: Pat
     assert all(t.min_version <= 103 for t in again.values())
 
 
+def test_tickets_that_demand_the_first_version_are_renumbered_too(tmp_path: Path) -> None:
+    ledger = make_ledger(4, 1)
+    ledger.request("a", 8)
+    assert {ticket.min_version for ticket in grant(ledger)["a"]} == {0}
+    restored = restore(tmp_path / "journal", renumbered(ledger.rows(0), 100), 100)
+    restored.recover([])
+    restored.request("b", 8)
+    assert {ticket.min_version for ticket in grant(restored)["b"]} == {100}
+
+
 @pytest.mark.parametrize("how", ["restarted", "from a checkpoint", "as two ranks"])
 def test_the_forecast_of_unrolls_outlives_the_process(how: str, tmp_path: Path) -> None:
     """Batches of 6, and room for 12: without it 12 episodes would be granted, of which each has 3 unrolls."""

@@ -264,7 +264,7 @@ def test_a_trajectory_must_be_what_its_ticket_was_granted_for() -> None:
     assert oldest > 0
     wrong = [(task + 1, group, oldest), (task, group + 1, oldest), (task, group, oldest - 1)]
     claims = [("x", 0, first.ticket_id, 0, *granted) for granted in wrong]
-    assert ledger.received_all(claims) == [Verdict.NOT_AS_GRANTED] * 3
+    assert ledger.received_all(claims) == [Verdict.NOT_AS_GRANTED, Verdict.NOT_AS_GRANTED, Verdict.OUTDATED]
     assert ids(ledger.open_tickets("a")) == [first.ticket_id, second.ticket_id]
     # Among others, each for itself; what has ended or never was is told so, whatever it says.
     claims = [claims[0], ("x", 0, first.ticket_id, 0, task, group, oldest), claims[1], ("x", 0, 999, 0, 1, 2, 3)]
@@ -351,12 +351,11 @@ def test_random_walk_keeps_the_invariants(seed: int, max_staleness: int | None, 
     lost: set[int] = set()
     ends: dict[int, str] = {}
     failures: Counter[int] = Counter()
+    outdated: set[int] = set()
     losses: Counter[int] = Counter()
     seen: set[int] = set()
     for step in range(250):
-        event = rng.choice(
-            ["request", "grant", "grant", "receive", "receive", "receive", "fail", "refuse", "lost", "learn"]
-        )
+        event = rng.choice(["request", *["grant"] * 2, *["receive"] * 3, "fail", "refuse", "outdate", "lost", "learn"])
         actor = rng.choice(actors)
         if event == "request":
             ledger.request(actor, rng.randint(0, 5))
@@ -377,10 +376,15 @@ def test_random_walk_keeps_the_invariants(seed: int, max_staleness: int | None, 
             assert ledger.received(ticket_id, episode) is Verdict.DUPLICATE
             del open_at[ticket_id]
             received[ticket_id] = episode
-        elif event in ("fail", "refuse") and open_at:
+        elif event in ("fail", "refuse", "outdate") and open_at:
             ticket_id = rng.choice(sorted(open_at))
             owner = open_at.pop(ticket_id)
-            if event == "fail":
+            if event == "outdate":
+                has_failed = ledger.outdated(ticket_id, owner)
+                assert has_failed == (ticket_id in outdated)
+                failures[ticket_id] += has_failed
+                outdated.add(ticket_id)
+            elif event == "fail":
                 ledger.failed(ticket_id, owner)
                 failures[ticket_id] += 1
             else:

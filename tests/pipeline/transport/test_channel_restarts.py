@@ -5,6 +5,8 @@ from functools import partial
 
 import pytest
 
+from impala_llm.pipeline.shm.journal import Journal
+from impala_llm.pipeline.tickets.journal_rows import renumbered
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.pipeline.transport import messages
 from impala_llm.pipeline.transport.receiver import Receiver
@@ -33,6 +35,29 @@ def test_a_restarted_learner_finds_what_it_acknowledged_and_gets_the_rest_again(
     turns_until(lambda: actor.num_unacknowledged == 0, actor)
     assert second.counters()["recovered"] == 1
     assert second.counters()["received"] == 3
+
+
+def test_an_actor_that_outlives_the_host_of_its_learner_plays_again_what_it_played_for_it(pair: Pair) -> None:
+    """The learner goes on from a checkpoint, under versions that the one before has not published."""
+    first = pair.receiver(batch_size=2, version=2)
+    actor = pair.actor(want=2)
+    tickets = pair.tickets(actor, 2)
+    rows = first.rows(2)
+    pair.receivers.remove(first)
+    first.close()
+    for ticket in tickets:
+        actor.send(make_trajectory(ticket, version=2))
+    pair.run_dir.journal_path().unlink()
+    Journal(pair.run_dir.journal_path()).rewrite(renumbered(rows, shift=257))
+    second = pair.receiver(batch_size=2, version=259)
+    turns_until(lambda: actor.num_unacknowledged == 0, actor)
+    again = pair.tickets(actor, 2)
+    assert sorted(t.task_id for t in again) == sorted(t.task_id for t in tickets)
+    for ticket in again:
+        actor.send(make_trajectory(ticket, version=259))
+    drain(second, 2, actor)
+    counters = second.counters()
+    assert (counters["trajectories_refused"], counters["failed"], counters["refused"]) == (0, 0, 0)
 
 
 def reported(receiver: Receiver, number: int) -> bool:
