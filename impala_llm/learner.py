@@ -158,10 +158,10 @@ class Learner:
             self.meters.go_on_from(last_metrics(self.run_folder / "tensorboard"), self.update)
         self.trainer = Trainer(config, ranks, self.model)
         evaluation = self.make_evaluation(suite, origin, stack)
+        self.saving = self.make_saving(evaluation, origin, past)
         self.evaluations = EvaluationRounds(
             config.evaluation, ranks, evaluation, self.meters.log, self.save, self.checkpointer.mark_best
         )
-        self.saving = self.make_saving(evaluation, origin, past)
         before_s = 60 * origin.checkpoint.manifest.minutes_used if origin.checkpoint and origin.is_lost else 0.0
         self.time = TrainingTime(config.learner, ranks, self.endpoint.run_dir, before_s)
         self.progress = ranks.sum([ranks.is_main * share_done(config.learner, self.update, self.time.elapsed_s)])[0]

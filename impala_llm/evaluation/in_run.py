@@ -186,7 +186,8 @@ class EvaluationRounds:
         evaluation: of rank 0; None on the others, and where there are none inside of the run.
         log: takes the metrics.
         save: saves the policy in a folder, called on all ranks; the one that rank 0 names counts.
-        mark_best: called on rank 0 with version and score of an evaluation that is the best so far.
+        mark_best: called on rank 0 with version and update of the best evaluation so far, also of an earlier learner:
+            that one may have died before it was marked.
     """
 
     def __init__(
@@ -196,10 +197,12 @@ class EvaluationRounds:
         evaluation: InRunEvaluation | None,
         log: MetricLog,
         save: Callable[[Path], object],
-        mark_best: Callable[[int, float], object],
+        mark_best: Callable[[int, int], object],
     ) -> None:
         self._config, self._ranks, self._evaluation, self._log = config, ranks, evaluation, log
         self._save, self._mark_best = save, mark_best
+        if evaluation is not None and (best := evaluation.schedule.best) is not None:
+            mark_best(best.version, best.update)
 
     @property
     def is_over(self) -> bool:
@@ -297,4 +300,4 @@ class EvaluationRounds:
         before = evaluation.schedule.best
         self._log.update(evaluation.collect(version, update))
         if (best := evaluation.schedule.best) is not None and best != before:
-            self._mark_best(best.version, best.score)
+            self._mark_best(best.version, best.update)

@@ -18,6 +18,7 @@ from impala_llm.evaluation.in_run import EvaluationRounds, InRunEvaluation
 from impala_llm.evaluation.schedule import EvaluationSchedule
 from impala_llm.gateway.tasks import suite_of
 from impala_llm.learner import Learner
+from impala_llm.learning.checkpoints.files import best_of
 from impala_llm.learning.checkpoints.folder_owner import FolderTaken
 from impala_llm.learning.checkpoints.kept_settings import keep_settings
 from impala_llm.learning.checkpoints.resume import Start, how_to_start
@@ -451,6 +452,7 @@ def test_a_learner_of_a_run_that_patience_has_ended_trains_no_further(
                 how_to_start(config)
         else:
             assert how_to_start(config).run_id is not None
+    assert best_of(tmp_path) == "update-000004", "the first learner did not mark it"
 
 
 @pytest.mark.parametrize("score", [0.2, 0.9])

@@ -290,14 +290,14 @@ def test_a_full_disk_keeps_the_old_one_and_says_so(
 def test_the_last_ones_and_the_best_are_kept(tmp_path: Path, policy: Path) -> None:
     checkpointer = write(tmp_path, policy, 1, 2, num_kept=2)
     assert best_of(tmp_path) is None
-    checkpointer.mark_best(version=6, score=0.5)  # of update 1
+    checkpointer.mark_best(version=6, update=1)
     model, optimizer = make(policy)
     for update in (3, 4):
         assert checkpointer.save(make_state(update, model, optimizer, policy)) and checkpointer.wait()
     assert names(tmp_path) == ["best", "update-000001", "update-000003", "update-000004"]
     assert (tmp_path / "checkpoints" / "best" / "policy" / "config.json").is_file()
     assert not checkpointer.is_wanted
-    checkpointer.mark_best(version=10, score=0.6)  # of update 5, in no checkpoint: the next one counts
+    checkpointer.mark_best(version=10, update=5)  # in no checkpoint: the next one counts
     assert checkpointer.is_wanted
     assert checkpointer.save(make_state(6, model, optimizer, policy)) and checkpointer.wait()
     assert not checkpointer.is_wanted and best_of(tmp_path) == "update-000006"
@@ -311,7 +311,7 @@ def test_a_checkpoint_of_before_the_best_version_is_not_marked(
     checkpointer = Checkpointer(tmp_path, 2)
 
     def sync(path: Path) -> None:
-        checkpointer.mark_best(version=10, score=0.5)  # while that of version 6 is being written
+        checkpointer.mark_best(version=10, update=5)  # while that of version 6 is being written
 
     with monkeypatch.context() as amid:
         amid.setattr(checkpoint, "sync", sync)

@@ -114,9 +114,9 @@ def test_a_folder_that_takes_no_links_does_not_end_training_for_the_best_checkpo
     model, optimizer = make(policy)
     monkeypatch.setattr(Path, "symlink_to", refuse_links)
     said = f"the best checkpoint cannot be marked in {tmp_path}/checkpoints (Operation not permitted)"
-    checkpointer.mark_best(6, 0.5)  # of update 1
+    checkpointer.mark_best(6, 1)
     assert said in capsys.readouterr().out and not checkpointer.is_wanted
-    checkpointer.mark_best(7, 0.6)  # in no checkpoint
+    checkpointer.mark_best(7, 2)  # in no checkpoint
     assert checkpointer.save(make_state(2, model, optimizer, policy)) and checkpointer.wait()
     found = capsys.readouterr().out
     assert said in found and "cannot be written" not in found
@@ -128,7 +128,7 @@ def test_a_disk_that_refuses_the_checkpoint_of_the_best_is_not_asked_at_every_up
 ) -> None:
     checkpointer = Checkpointer(tmp_path, 1)
     model, optimizer = make(policy)
-    checkpointer.mark_best(6, 0.5)
+    checkpointer.mark_best(6, 1)
     assert checkpointer.is_wanted
 
     def no_room(*_: object) -> None:
@@ -142,13 +142,31 @@ def test_a_disk_that_refuses_the_checkpoint_of_the_best_is_not_asked_at_every_up
     assert checkpoint_files.best_of(tmp_path) == "update-000002"
 
 
+def test_the_best_that_a_learner_died_before_it_marked_is_marked_by_the_next(tmp_path: Path, policy: Path) -> None:
+    write(tmp_path, policy, 1, 3).mark_best(6, 1)
+    Checkpointer(tmp_path, 2).mark_best(7, 2)  # and it dies before the next checkpoint
+    later = Checkpointer(tmp_path, 2)
+    assert not later.is_wanted
+    later.mark_best(7, 2)
+    assert later.is_wanted and checkpoint_files.best_of(tmp_path) == "update-000001"
+    model, optimizer = make(policy)
+    assert later.save(make_state(4, model, optimizer, policy)) and later.wait()
+    assert checkpoint_files.best_of(tmp_path) == "update-000004"
+    again = Checkpointer(tmp_path, 2)
+    again.mark_best(7, 2)
+    assert not again.is_wanted and checkpoint_files.best_of(tmp_path) == "update-000004"
+    checkpoint_files.mark_best(tmp_path, "somewhere else")
+    again.mark_best(7, 2)
+    assert again.is_wanted, "a link that somebody has made is none of a checkpoint"
+
+
 def test_the_best_checkpoint_is_not_removed_as_it_is_marked(
     tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its evaluation ends while the thread that has written the next one removes it."""
     checkpointer = write(tmp_path, policy, 1, num_kept=1)
     model, optimizer = make(policy)
-    marking = threading.Thread(target=checkpointer.mark_best, args=(6, 0.9))
+    marking = threading.Thread(target=checkpointer.mark_best, args=(6, 1))
     best_of = checkpoint_files.best_of
 
     def look(folder: Path) -> str | None:

@@ -264,7 +264,7 @@ def test_the_last_checkpoint_is_the_best_one_where_none_comes_after_the_best_pol
     saving.save(saving.tickets(5), MOMENT)
     assert checkpointer.wait()
     written = (tmp_path / "run" / "checkpoints" / "update-000005").stat()
-    checkpointer.mark_best(version, score=0.9)
+    checkpointer.mark_best(version, update=version)
     assert saving.save_last(MOMENT)
     assert (tmp_path / "run" / "checkpoints" / "update-000005").stat().st_ino == written.st_ino, "not written again"
     assert [os.readlink(path) for path in (tmp_path / "run" / "checkpoints").glob("best")] == best

@@ -241,9 +241,10 @@ def remove_old(run_folder: Path, num_kept: int) -> list[str]:
 def best_of(run_folder: Path) -> str | None:
     """Name of the best checkpoint; None where none was marked."""
     try:
-        return os.readlink(run_folder / FOLDER / BEST)
+        name = os.readlink(run_folder / FOLDER / BEST)
     except OSError:
         return None
+    return name if _NAME.fullmatch(name) else None
 
 
 def mark_best(run_folder: Path, name: str) -> None:

@@ -40,6 +40,7 @@ from impala_llm.learning.checkpoints.files import (
     CheckpointManifest,
     Part,
     VersionMark,
+    best_of,
     checksum,
     manifest_bytes,
     mark_best,
@@ -48,6 +49,7 @@ from impala_llm.learning.checkpoints.files import (
     remove_old,
     remove_unfinished,
     sync,
+    update_of,
     write_file,
 )
 from impala_llm.learning.checkpoints.files import checkpoints as folders_of
@@ -162,7 +164,7 @@ class Checkpointer:
         self._is_copied = threading.Event()
         self._is_copied.set()
         self._is_written = False
-        self._best: tuple[int, float] | None = None
+        self._best: int | None = None
         self._wants_best = False
         self._names = threading.Lock()
         """Held while the best one is marked, or old ones are removed: what is marked is there."""
@@ -230,16 +232,17 @@ class Checkpointer:
             self._thread.join()
         return self._is_written
 
-    def mark_best(self, version: int, score: float) -> None:
+    def mark_best(self, version: int, update: int) -> None:
         """Keep the checkpoint of this version, and no longer the one that was the best before. On rank 0.
 
-        Where there is none of this version the next one counts, and one is written soon. A refusal is only said.
+        Where there is none of this version the next one counts, and one is written soon, unless one of a later update
+        is marked already. A refusal is only said. A repeated call changes nothing.
 
         Args:
-            score: in the evaluation that it was the best of.
+            update: of the run, that made the version.
         """
         with self._names:
-            self._best, self._wants_best = (version, score), False
+            self._best, self._wants_best = version, False
             try:
                 for path in folders_of(self._run_folder):
                     with suppress(CheckpointError):
@@ -249,13 +252,14 @@ class Checkpointer:
             except OSError as error:
                 self._say_unmarked(error)
                 return
-            self._wants_best = self.is_on
+            marked = best_of(self._run_folder)
+            self._wants_best = self.is_on and (marked is None or update_of(Path(marked)) < update)
 
     def mark_best_if_wanted(self, name: str, version: int) -> None:
         """Mark a checkpoint as the best one, where the best policy so far is in none. On rank 0."""
         with self._names:
             # One that was being written when a later version turned out to be the best is not it.
-            if self._wants_best and self._best is not None and version >= self._best[0]:
+            if self._wants_best and self._best is not None and version >= self._best:
                 self._wants_best = False
                 try:
                     mark_best(self._run_folder, name)
