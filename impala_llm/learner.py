@@ -215,12 +215,12 @@ class Learner:
             if save_every and self.update % save_every == 0:
                 self.save(self.run_folder / f"policy-{self.update}")
             self.saving.end_update()
-            if noted is not None:
-                self.saving.save(noted, self.update_end())
         self.meters.finish_step(timer.end_step(), batch.num_tokens)
         del batch  # its space is wanted while the next one is waited for
         with timer.stage("log"):  # of the step that begins
             self.show(self.meters.gather())
+            if noted is not None:  # with the counts of this update in it
+                self.saving.save(noted, self.update_end())
         return True
 
     def take_batch(self) -> Batch | None:

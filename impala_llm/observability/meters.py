@@ -185,12 +185,15 @@ class Meters:
             self.log.add(f"env/{key}", value)
 
     def state_dict(self) -> dict[str, Any]:
-        """State from which metrics of later steps are made: the episodes of the window, and those that have begun."""
+        """State from which metrics of later steps are made: the episodes of the window, those that have begun, and the
+        counts over the whole run."""
         begun = [[ticket, *so_far] for ticket, so_far in self._begun.items()]
-        return {"window": self._window.state_dict(), "begun": begun}
+        return {"window": self._window.state_dict(), "begun": begun, "progress": dict(self._progress)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`."""
+        """Restore `state_dict`. Counts that `go_on_from` has found stay where they are higher: of a later update."""
+        for name, value in state.get("progress", {}).items():  # a checkpoint of an earlier release has none
+            self._progress[name] = max(self._progress[name], value)
         self._window.load_state_dict(state["window"])
         self._begun = {ticket: (reward, tokens, turns) for ticket, reward, tokens, turns in state["begun"]}
 

@@ -160,6 +160,25 @@ def test_tokens_and_episodes_of_the_whole_run_go_on_where_an_earlier_learner_was
         assert (found["progress/tokens"], found["progress/episodes"]) == (1000.0 + 300 * step, 10.0 + 2 * step)
 
 
+@pytest.mark.parametrize(
+    ("in_file", "expected"), [({}, (300.0, 1.0)), ({"progress/tokens": 900.0, "progress/episodes": 7.0}, (900.0, 7.0))]
+)
+def test_tokens_and_episodes_of_the_whole_run_are_in_a_checkpoint(
+    in_file: dict[str, float], expected: tuple[float, float]
+) -> None:
+    """The file of metrics may be lost, or lack updates; where it is of a later update it counts."""
+    before, meters = (Meters(QuietReceiver(), Ranks("cpu")) for _ in range(2))  # type: ignore[arg-type]
+    before.observe(intake(received=[make_trajectory()]), Batch((), (), (), 1.0), 1)
+    before.finish_step({"time/step_s": 2.0}, num_tokens=300)
+    before.gather()
+    state = before.state_dict()
+    meters.go_on_from(in_file)
+    meters.load_state_dict(state)
+    found = meters.gather()
+    assert (found["progress/tokens"], found["progress/episodes"]) == expected
+    meters.load_state_dict({name: value for name, value in state.items() if name != "progress"})
+
+
 def test_the_speed_of_several_ranks_is_that_of_all_together() -> None:
     class TwoRanks:
         """The second one to gather gets the states of both."""
