@@ -12,12 +12,11 @@ collectives: they can also write it while they are being ended.
 Invariant: a checkpoint that cannot be written leaves the earlier ones as they are, and the run goes on.
 """
 
-import json
 import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +28,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from impala_llm.engines.embedded.model_weights import SAFETENSORS_NAMES
 from impala_llm.learning.checkpoints.arrays import pack
 from impala_llm.learning.checkpoints.files import (
     FOLDER,
@@ -53,11 +51,11 @@ from impala_llm.learning.checkpoints.files import (
     write_file,
 )
 from impala_llm.learning.checkpoints.files import checkpoints as folders_of
+from impala_llm.learning.checkpoints.parts import Written, write_tensors
 from impala_llm.learning.checkpoints.policy_folders import put_policies_back, remove_folder
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.ranks.parallel import is_shared
-from impala_llm.pipeline.weights.safetensors_layout import plan
 from impala_llm.processes.supervised import say
 
 _log = logging.getLogger(__name__)
@@ -296,9 +294,9 @@ class Checkpointer:
             if not isinstance(error, OSError | CheckpointError):
                 _log.exception("a checkpoint could not be written")
 
-    def _write_part(self, state: RankState, copied: "_Copied", aside: Path) -> "_Written":
+    def _write_part(self, state: RankState, copied: "_Copied", aside: Path) -> Written:
         """Write the files of this rank."""
-        written = _Written()
+        written = Written()
         prefix = f"rank-{self._rank}"
         exported = aside / POLICY
         if state.export is not None:
@@ -308,14 +306,14 @@ class Checkpointer:
             for name, content in state.files.items():
                 written.files[f"{POLICY}/{name}"] = write_file(aside / POLICY / name, [content])
             named = {key: (key, t) for key, t in copied.policy.items()}
-            written.files[_WEIGHTS] = _write_tensors(aside / _WEIGHTS, named)
+            written.files[_WEIGHTS] = write_tensors(aside / _WEIGHTS, named)
         elif self._rank == 0 and exported.is_dir():  # by `state.export`, or by all ranks together
             for path in exported.rglob("*"):
                 sync(path)
                 if (found := checksum(path)) is not None:
                     written.files[str(path.relative_to(aside))] = found
         own = {name: (name, t) for name, t in copied.tensors.items() if name not in copied.exported}
-        written.files[f"{prefix}.safetensors"] = _write_tensors(aside / f"{prefix}.safetensors", own)
+        written.files[f"{prefix}.safetensors"] = write_tensors(aside / f"{prefix}.safetensors", own)
         for name, offsets in copied.offsets.items():
             file, key = (
                 (_WEIGHTS, copied.exported[name]) if name in copied.exported else (f"{prefix}.safetensors", name)
@@ -329,7 +327,7 @@ class Checkpointer:
             write_file(aside / f"{prefix}.json", [written.to_bytes()])
         return written
 
-    def _finish(self, state: RankState, written: "_Written", aside: Path, target: Path) -> None:
+    def _finish(self, state: RankState, written: Written, aside: Path, target: Path) -> None:
         """Write the manifest once all ranks have written theirs, give the checkpoint its name, and remove old ones."""
         deadline = time.monotonic() + _RANKS_TIMEOUT_S
         for rank in range(1, self._num_processes):
@@ -373,25 +371,6 @@ class Checkpointer:
         )
 
 
-class _Written:
-    """Files and tensors of a part of a checkpoint."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, tuple[int, int]] = {}
-        self.tensors: dict[str, list[Part]] = {}
-
-    def to_bytes(self) -> bytes:
-        parts = {name: [[p.file, p.key, p.offsets] for p in found] for name, found in self.tensors.items()}
-        return json.dumps({"files": self.files, "tensors": parts}).encode()
-
-    def add(self, content: bytes) -> None:
-        """Take in another rank's `to_bytes`."""
-        values = json.loads(content)
-        self.files |= {name: (size, crc) for name, (size, crc) in values["files"].items()}
-        for name, parts in values["tensors"].items():
-            self.tensors.setdefault(name, []).extend(Part(file, key, tuple(at)) for file, key, at in parts)
-
-
 class _Copied:
     """Copy of a state's tensors and records in host memory; each piece of memory is copied once."""
 
@@ -429,22 +408,3 @@ def offsets_of(tensor: Tensor) -> tuple[int, ...]:
         return (0,) * tensor.ndim
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offsets)
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, tuple[str, Tensor]]) -> tuple[int, int]:
-    """Write a safetensors file. tensors: key -> (name, tensor in host memory)."""
-    layout = plan({key: (_dtype_name(t), tuple(t.shape)) for key, (_, t) in tensors.items()})
-
-    def pieces() -> Iterator[bytes | memoryview]:
-        yield layout.header
-        for key in layout.infos:
-            tensor = tensors[key][1]
-            if tensor.numel():
-                yield tensor.reshape(-1).view(torch.uint8).numpy().data
-
-    return write_file(path, pieces())
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    names = {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
-    return (SAFETENSORS_NAMES | names)[tensor.dtype]
