@@ -244,7 +244,8 @@ class WarmStart:
             )
         # As newest ones they would count among those that are kept, and new ones be removed at once.
         for path, reason in zip(checkpoints(self.folder / STATE), passed_over, strict=False):
-            say(f"sft: checkpoint {reason}: it is passed over, and stays as {set_aside(path).name}")
+            say(f"sft: checkpoint {reason}: it is passed over, {set_aside(path)}")
+        self.checkpointer.went_on_from(manifest.update)
         checkpoint.load_model(self.imitation.model)
         checkpoint.load_optimizer(self.imitation.optimizer)
         self.imitation.budget.load_state_dict(plain["budget"])

@@ -86,7 +86,7 @@ def find_origin(run_folder: Path, newest: WeightReader | None, versions: Version
             update = _NONE_WHOLE
         # As newest ones they would count among those that are kept, and new ones be removed at once.
         for path, reason in zip(checkpoints(run_folder), passed_over, strict=False):
-            under = "" if update == _NONE_WHOLE else f", and stays as {set_aside(path).name}"
+            under = "" if update == _NONE_WHOLE else f", {set_aside(path)}"
             say(f"learner: checkpoint {reason}: it is passed over{under}")
     update = int(ranks.sum([float(update) if ranks.is_main else 0.0])[0])
     if update == _NONE_WHOLE:

@@ -98,6 +98,7 @@ class Saving:
         self._saved_at = time.monotonic()
         self._saved: UpdateEnd | None = None
         """The update of the last checkpoint."""
+        checkpointer.went_on_from(-1 if origin is None else origin.manifest.update)
         if origin is not None:
             saved = origin.manifest
             self._saved = UpdateEnd(saved.update, saved.version, 60 * saved.minutes_used, saved.patience)

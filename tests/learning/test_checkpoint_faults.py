@@ -1,6 +1,7 @@
 """Folders of checkpoints where a part of the work fails, or the best one is marked amid it."""
 
 import errno
+import shutil
 import threading
 from pathlib import Path
 
@@ -8,7 +9,10 @@ import pytest
 
 from impala_llm.learning.checkpoints import files as checkpoint_files
 from impala_llm.learning.checkpoints import writer as checkpoint
+from impala_llm.learning.checkpoints.policy_folders import remove_folder
 from impala_llm.learning.checkpoints.writer import Checkpointer, RankState
+from impala_llm.learning.origin import find_origin
+from impala_llm.learning.ranks.parallel import Ranks
 from tests.learning.builders import save_lm
 from tests.learning.test_checkpoint import make, make_state, names, write
 
@@ -103,6 +107,42 @@ def test_a_checkpoint_that_was_moved_and_linked_goes_as_others_do_and_what_the_l
     assert names(tmp_path) == ["update-000002.damaged", "update-000003"]
 
 
+def make_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for name in ("rename", "unlink", "mkdir"):
+        monkeypatch.setattr(Path, name, refuse)
+    monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None if ignore_errors else refuse())
+
+
+def test_what_cannot_be_removed_or_renamed_at_the_start_is_said_to_stay_and_keeps_no_learner_from_going_on(
+    tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, policy, 1, 2, 3)
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(folder / "update-000003", folder / "update-000004.new")
+    (folder / "update-000001").rename(folder / "update-000001.old")
+    records = folder / "update-000003" / "rank-0.records"
+    records.write_bytes(b"damaged")
+    before = names(tmp_path)
+    checkpointer = Checkpointer(tmp_path, 1)
+    with monkeypatch.context() as read_only:
+        make_read_only(read_only)
+        checkpointer.begin()
+        assert find_origin(tmp_path, None, checkpointer.versions, Ranks("cpu")).update == 2
+    assert names(tmp_path) == before
+    said = capsys.readouterr().out
+    new = folder / "update-000004.new"
+    assert f"update-000004 is half-written, since its learner died, and stays: {new} cannot be removed" in said
+    assert "rank-0.records has" in said and "passed over, and cannot be renamed (Read-only file system)" in said
+    checkpointer.went_on_from(2)
+    model, optimizer = make(policy)
+    for update, kept in ((5, ["update-000003", "update-000005"]), (6, ["update-000003", "update-000006"])):
+        assert checkpointer.save(make_state(update, model, optimizer, policy)) and checkpointer.wait()
+        assert names(tmp_path) == kept, "the damaged one takes no place of another"
+
+
 def refuse_links(path: Path, target: object) -> None:
     raise PermissionError(errno.EPERM, "Operation not permitted")
 
@@ -180,3 +220,27 @@ def test_the_best_checkpoint_is_not_removed_as_it_is_marked(
     marking.join()
     best = best_of(tmp_path)
     assert checkpointer.is_wanted if best is None else (tmp_path / "checkpoints" / best).is_dir()
+
+
+def test_the_best_checkpoint_is_marked_while_old_ones_are_removed(
+    tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow disk that takes long, and the learner's thread marks it."""
+    checkpointer = write(tmp_path, policy, 1, 2, num_kept=2)
+    removing, may_end = threading.Event(), threading.Event()
+
+    def remove_slowly(path: Path) -> None:
+        if path.name.endswith(".removed"):
+            removing.set()
+            assert may_end.wait(30)
+        remove_folder(path)
+
+    monkeypatch.setattr(checkpoint, "remove_folder", remove_slowly)
+    model, optimizer = make(policy)
+    assert checkpointer.save(make_state(3, model, optimizer, policy)) and removing.wait(30)
+    marking = threading.Thread(target=checkpointer.mark_best, args=(7, 2))
+    marking.start()
+    marking.join(5)
+    assert not marking.is_alive() and checkpoint_files.best_of(tmp_path) == "update-000002"
+    may_end.set()
+    assert checkpointer.wait() and names(tmp_path) == ["best", "update-000002", "update-000003"]

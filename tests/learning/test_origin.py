@@ -1,5 +1,6 @@
 """The state that a learner goes on from, by what its run has left on the disk and in shared memory."""
 
+import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,7 +16,7 @@ from impala_llm.learning.checkpoints.files import (
     manifest_bytes,
     name_of,
     newest_whole,
-    remove_old,
+    retire_old,
 )
 from impala_llm.learning.checkpoints.reader import CheckpointReader
 from impala_llm.learning.origin import Origin, find_origin, make_model
@@ -163,7 +164,8 @@ def test_a_damaged_checkpoint_takes_no_place_among_those_that_are_kept(
     assert said.count("it is passed over, and stays as update-000200.damaged") == 1
     for update in (10, 20):
         make_checkpoint(tmp_path, update)
-        remove_old(tmp_path, 1)
+        for path in retire_old(tmp_path, 1)[0]:
+            shutil.rmtree(path)
         assert {path.name for path in folder.iterdir()} == {name_of(update), "update-000200.damaged"}
 
 

@@ -21,7 +21,8 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -184,26 +185,31 @@ def newest_whole(run_folder: Path, verifies: bool = True) -> tuple[CheckpointMan
     return None, passed_over
 
 
-def set_aside(path: Path) -> Path:
+def set_aside(path: Path) -> str:
     """Rename a damaged checkpoint, so that it is none: else it would count among those that are kept.
 
+    An earlier one of the new name is removed.
+
     Returns:
-        Its new path. An earlier one of that name is removed.
+        What has become of it, in words: in a folder that cannot be written it stays as it is.
     """
     target = path.with_name(path.name + DAMAGED)
-    remove_folder(target)
-    path.rename(target)
     best = path.with_name(BEST)
-    if best.is_symlink() and os.readlink(best) == path.name:
-        best.unlink()
-    return target
+    try:
+        remove_folder(target)
+        path.rename(target)
+        if best.is_symlink() and os.readlink(best) == path.name:
+            best.unlink()
+    except OSError as error:
+        return f"and cannot be renamed ({error.strerror})"
+    return f"and stays as {target.name}"
 
 
-def remove_unfinished(run_folder: Path, but: Path | None = None) -> list[str]:
-    """Remove what a process that died amid a checkpoint, or amid the removal of one, left. Returns the names of those
-    that were being written.
+def remove_unfinished(run_folder: Path, but: Path | None = None) -> list[Path]:
+    """Remove what a process that died amid a checkpoint, or amid the removal of one, left. Returns the folders of those
+    that were being written; one that is still there could not be removed.
 
-    One that was about to be replaced has its name again.
+    One that was about to be replaced has its name again, or counts under its other one.
 
     Args:
         but: folder of the one that is being written.
@@ -213,29 +219,38 @@ def remove_unfinished(run_folder: Path, but: Path | None = None) -> list[str]:
         if path.with_suffix("").exists():
             remove_folder(path)
         else:
-            path.rename(path.with_suffix(""))
+            with suppress(OSError):
+                path.rename(path.with_suffix(""))
     for path in list(folder.glob(f"update-*{REMOVED}")):
         remove_folder(path)
     found = [path for path in sorted(folder.glob(f"update-*{NEW}")) if path != but]
     for path in found:
         remove_folder(path)
-    return [path.name.removesuffix(NEW) for path in found]
+    return found
 
 
-def remove_old(run_folder: Path, num_kept: int) -> list[str]:
-    """Remove all checkpoints but the newest ones and the best. Returns what cannot be removed, and why."""
-    best, failed = best_of(run_folder), []
-    for path in checkpoints(run_folder)[num_kept:]:
+def retire_old(run_folder: Path, num_kept: int, passed_over: Collection[str] = ()) -> tuple[list[Path], list[str]]:
+    """Rename all checkpoints but the newest ones and the best: they are none any more.
+
+    Args:
+        num_kept: newest ones that stay.
+        passed_over: names of damaged ones, which do not count among these, and stay.
+
+    Returns:
+        Their folders, to be removed; and which cannot be renamed, and why.
+    """
+    best = best_of(run_folder)
+    retired, failed = [], []
+    for path in [path for path in checkpoints(run_folder) if path.name not in passed_over][num_kept:]:
         if path.name != best:
-            # Renamed first: what is half removed is no checkpoint.
             gone = path.with_name(path.name + REMOVED)
             try:
                 path.rename(gone)
             except OSError as error:
                 failed.append(f"{path} cannot be removed ({error.strerror})")
             else:
-                remove_folder(gone)
-    return failed
+                retired.append(gone)
+    return retired, failed
 
 
 def best_of(run_folder: Path) -> str | None:

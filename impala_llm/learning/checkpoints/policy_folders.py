@@ -79,8 +79,9 @@ def learned_policies(run_folder: Path) -> list[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder, or a link to one: what it leads to stays."""
+    """Remove a folder, or a link to one: what it leads to stays. What cannot be removed stays, too."""
     if path.is_symlink():
-        path.unlink()
+        with suppress(OSError):
+            path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)

@@ -44,8 +44,8 @@ from impala_llm.learning.checkpoints.files import (
     mark_best,
     name_of,
     read_manifest,
-    remove_old,
     remove_unfinished,
+    retire_old,
     sync,
     update_of,
     write_file,
@@ -164,8 +164,10 @@ class Checkpointer:
         self._is_written = False
         self._best: int | None = None
         self._wants_best = False
+        self._passed_over: set[str] = set()
+        """Names of damaged checkpoints that cannot be set aside."""
         self._names = threading.Lock()
-        """Held while the best one is marked, or old ones are removed: what is marked is there."""
+        """Held while the best one is marked, or old ones lose their names: what is marked is there."""
         self.versions = VersionMark(self._folder)
 
     @property
@@ -195,8 +197,13 @@ class Checkpointer:
         """Remove what a process that died amid a checkpoint left, and say so; put back a policy that it was replacing.
         On rank 0, before others write."""
         put_policies_back(self._run_folder)
-        for name in remove_unfinished(self._run_folder):
-            say(f"learner: checkpoint {name} is half-written, since its learner died, and is removed")
+        for path in remove_unfinished(self._run_folder):
+            end = f"stays: {path} cannot be removed" if path.exists() else "is removed"
+            say(f"learner: checkpoint {path.stem} is half-written, since its learner died, and {end}")
+
+    def went_on_from(self, update: int) -> None:
+        """Note the update of the checkpoint that the run goes on from: later ones were passed over. -1: all of them."""
+        self._passed_over = {path.name for path in folders_of(self._run_folder) if update_of(path) > update}
 
     def remove_parts(self) -> None:
         """Remove what ranks have left of checkpoints that failed. On rank 0, while no rank writes one."""
@@ -288,7 +295,7 @@ class Checkpointer:
             if self._rank == 0 and not self._is_taken():
                 shutil.rmtree(aside, ignore_errors=True)
             reason = " ".join((error.strerror if isinstance(error, OSError) and error.strerror else str(error)).split())
-            kept = next((path.name for path in folders_of(self._run_folder)), None)
+            kept = next((p.name for p in folders_of(self._run_folder) if p.name not in self._passed_over), None)
             stays = f"{kept} stays the newest" if kept else "there is none yet"
             say(f"learner: checkpoint {target.name} cannot be written to {self._folder} ({reason}): {stays}")
             if not isinstance(error, OSError | CheckpointError):
@@ -354,8 +361,11 @@ class Checkpointer:
         sync(self._folder)
         remove_folder(replaced)
         self.mark_best_if_wanted(target.name, state.version)
+        self._passed_over.discard(target.name)
         with self._names:
-            failed = remove_old(self._run_folder, self._num_kept)
+            retired, failed = retire_old(self._run_folder, self._num_kept, self._passed_over)
+        for path in retired:  # may take long: meanwhile the learner's thread can mark the best one
+            remove_folder(path)
         for reason in failed:
             say(f"learner: checkpoint {reason}: remove it by hand, or let this user do so")
 
