@@ -1,6 +1,7 @@
 """Folders of checkpoints where a part of the work fails, or the best one is marked amid it."""
 
 import errno
+import json
 import shutil
 import threading
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from impala_llm.learning.checkpoints import files as checkpoint_files
 from impala_llm.learning.checkpoints import writer as checkpoint
+from impala_llm.learning.checkpoints.files import VersionMark
 from impala_llm.learning.checkpoints.policy_folders import remove_folder
 from impala_llm.learning.checkpoints.writer import Checkpointer, RankState
 from impala_llm.learning.origin import find_origin
@@ -244,3 +246,24 @@ def test_the_best_checkpoint_is_marked_while_old_ones_are_removed(
     assert not marking.is_alive() and checkpoint_files.best_of(tmp_path) == "update-000002"
     may_end.set()
     assert checkpointer.wait() and names(tmp_path) == ["best", "update-000002", "update-000003"]
+
+
+def test_a_bit_that_the_disk_has_changed_does_not_lower_what_is_reserved(tmp_path: Path) -> None:
+    mark = VersionMark(tmp_path)
+    mark.run_id = 2**63 - 1
+    mark.reserve(1240, ahead=0)
+    file = tmp_path / "versions.json"
+    written = file.read_bytes()
+    assert len(written) == 192, "of one length, whatever the numbers"
+    for bit in range(8 * len(written)):
+        changed = bytearray(written)
+        changed[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(changed)
+        assert VersionMark(tmp_path).unused(1240) > mark.reserved, changed
+
+
+def test_the_note_of_versions_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    values = {"reserved": 1496, "ahead": 3, "life": 1, "run_id": 77, "has_ended": False}
+    (tmp_path / "versions.json").write_text(json.dumps(values))
+    mark = VersionMark(tmp_path)
+    assert (mark.reserved, mark.ahead, mark.life, mark.run_id) == (1496, 3, 1, 77)

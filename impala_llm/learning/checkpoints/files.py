@@ -48,7 +48,7 @@ RESERVED = 256
 """Versions that are reserved at a time: so many may be left out when a host is lost."""
 _NAME = re.compile(r"update-(\d+)(?:\.old)?")
 _CHUNK = 16 << 20
-_MARK_BYTES = 128
+_MARK_BYTES = 192
 
 
 class CheckpointError(RuntimeError):
@@ -160,7 +160,7 @@ def manifest_bytes(manifest: CheckpointManifest) -> bytes:
 
 
 def _crc(values: dict[str, Any]) -> int:
-    """Checksum of what a manifest holds beside it."""
+    """Checksum of what a file of JSON holds beside it."""
     return zlib.crc32(json.dumps(values).encode())
 
 
@@ -287,6 +287,8 @@ class VersionMark:
         self._warnings = RateLimitedWarnings(60.0)
         try:
             values = json.loads(self._path.read_bytes())
+            if values.pop("crc32", None) not in (None, _crc(values)):  # an earlier release wrote none
+                raise ValueError("it has another checksum")
             self.reserved, self.ahead = int(values["reserved"]), int(values["ahead"])
             self.life: int | None = int(values["life"])
             self.run_id: int | None = None if values["run_id"] is None else int(values["run_id"])
@@ -320,7 +322,7 @@ class VersionMark:
         life = (self.life or 0) if life is None else life
         # Of one length, so that one can be written over another.
         values = {"reserved": reserved, "ahead": ahead, "life": life, "run_id": self.run_id, "has_ended": has_ended}
-        content = json.dumps(values).encode().ljust(_MARK_BYTES)
+        content = json.dumps(values | {"crc32": _crc(values)}).encode().ljust(_MARK_BYTES)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             try:
