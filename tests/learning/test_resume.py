@@ -15,7 +15,7 @@ from impala_llm.commands.preflight import check_training
 from impala_llm.config import ConfigError, load, to_yaml
 from impala_llm.learning.checkpoints.files import CheckpointManifest, VersionMark, manifest_bytes, name_of
 from impala_llm.learning.checkpoints.kept_settings import keep_settings
-from impala_llm.learning.checkpoints.resume import Start, can_go_on, how_to_start
+from impala_llm.learning.checkpoints.resume import Start, can_go_on, check_folder, how_to_start
 from impala_llm.learning.policy.model_files import model_checksum
 from impala_llm.pipeline.shm.run_directory import RunDirectory, RunDirectoryError, find_run, remove_run_dir
 from impala_llm.pipeline.shm.store_header import sizes
@@ -327,6 +327,19 @@ def test_a_folder_that_this_user_may_not_enter_is_named(forbidden: Path) -> None
 def test_two_runs_are_never_mixed(settings: list[str]) -> None:
     make_run(settings, 20)
     assert "holds a run already, and two would be mixed" in refusal(settings, "run.resume=false")
+
+
+def test_a_learner_that_torchrun_has_started_again_goes_on_with_the_run_that_it_began(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(settings, 4)
+    config = load([*settings, "run.resume=false"])
+    for count in ("", "0"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        with pytest.raises(ConfigError, match="two would be mixed"):
+            check_folder(config)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert check_folder(config).run_id == 77
 
 
 def test_a_finished_run_goes_on_only_where_its_end_is_moved(settings: list[str]) -> None:

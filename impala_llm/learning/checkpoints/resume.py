@@ -151,9 +151,15 @@ def begin(config: Config, say: Callable[[str], object]) -> Start:
 
 
 def check_folder(config: Config) -> Start:
-    """Return the start of a learner, see `begin`. A supervisor, or rank 0, has decided on it for others."""
+    """Return the start of a learner, see `begin`. A supervisor, or rank 0, has decided on it for others.
+
+    A learner that torchrun has started again goes on with the run that the first one has begun, also with
+    run.resume=false.
+    """
     if SUPERVISED in os.environ or (os.environ.get("RANK") or "0") != "0":
         return Start(lost_owner=os.environ.get(LOST_OWNER))
+    if config.run.resume is False and int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"):
+        config = replace(config, run=replace(config.run, resume="auto"))
     return begin(config, lambda text: print(f"learner: {text}", flush=True))
 
 
