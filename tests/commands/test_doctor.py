@@ -398,4 +398,4 @@ def test_what_a_sitecustomize_prints_is_no_answer(tmp_path: Path, monkeypatch: p
     assert doctor.run_probe("import json; print(json.dumps({'version': '2.0'}))") == {"version": "2.0"}
     assert doctor.run_probe("print('0.5.9')", as_json=False) == {"said": "0.5.9"}
     assert "'welcome' is no JSON object" in doctor.run_probe("")["error"]
-    assert doctor.run_probe(r"import sys; sys.stdout.buffer.write(b'\xff\n{}')") == {}
+    assert doctor.run_probe(r"import sys; sys.stdout.flush(); sys.stdout.buffer.write(b'\xff\n{}')") == {}

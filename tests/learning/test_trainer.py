@@ -182,7 +182,7 @@ def test_a_metric_without_a_meaning_is_refused(tmp_path: Path) -> None:
         Ranks("cpu"),
         PolicyModel.from_pretrained(save_lm(tmp_path)),
     )
-    with pytest.raises(MetricError, match="loss/unheard_of.*`metrics`"):
+    with pytest.raises(PartFault, match="the metric unheard_of, which .* add `metrics = "):
         trainer.update(batch_of((1.0,) * 6), version=3, progress=0.0)
 
 
