@@ -42,7 +42,7 @@ fi
 # again is a defect of the test or the product.
 echo "== tests"
 status=0
-pytest -rsR --junitxml "$reports/tests.xml" -n 3 --dist loadgroup "$@" || status=$?
+pytest -rsR --rerun-show-tracebacks --junitxml "$reports/tests.xml" -n 3 --dist loadgroup "$@" || status=$?
 case $status in
   0) ;;
   5) failed+=("no test was selected") ;;
