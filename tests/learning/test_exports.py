@@ -4,12 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from impala_llm.learning.policy.lora import add_adapters
 from impala_llm.learning.policy.model import PolicyModel, policy_files
 from impala_llm.learning.policy_export import PolicyExport
 from impala_llm.learning.ranks.parallel import Ranks
+from impala_llm.pipeline.weights.board import WEIGHTS_FILE, WeightPublisher, WeightReader
 from impala_llm.settings import LoraConfig
 from tests.learning.builders import save_lm
 
@@ -19,6 +22,23 @@ def test_the_report_of_an_evaluation_is_no_file_of_a_policy(tmp_path: Path) -> N
     best = save_lm(tmp_path / "policy-best")
     (best / "evaluation.json").write_text('{"evaluation/score": 0.91}')
     assert {"config.json"} <= set(policy_files(best)) <= {"config.json", "generation_config.json"}
+
+
+@torch.no_grad()
+def test_each_version_of_another_type_has_the_weights_of_its_step_wherever_they_lie(tmp_path: Path) -> None:
+    model = PolicyModel.from_pretrained(save_lm(tmp_path / "start"))
+    export, board = PolicyExport(model, Ranks("cpu")), WeightPublisher(tmp_path / "board", 2)
+    for version in range(4):
+        for p in model.lm.parameters():
+            if version == 2:
+                p.data = 3 * p.data  # in other memory
+            else:
+                p.mul_(1.5)
+        board.publish(export.tensors(torch.bfloat16), version)
+        with WeightReader(tmp_path / "board").lease(version) as lease:
+            found = load_file(lease.path / WEIGHTS_FILE)
+        expected = {name: p.to(torch.bfloat16) for name, p in model.lm.named_parameters()}
+        assert found.keys() <= expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
 SAMPLING = {"temperature": 0.9, "top_p": 0.6}
