@@ -14,6 +14,7 @@ import pytest
 from impala_llm.commands.preflight import check_training
 from impala_llm.config import ConfigError, load, to_yaml
 from impala_llm.learning.checkpoints.files import CheckpointManifest, VersionMark, manifest_bytes, name_of
+from impala_llm.learning.checkpoints.folder_owner import FolderOwner
 from impala_llm.learning.checkpoints.kept_settings import keep_settings
 from impala_llm.learning.checkpoints.resume import Start, can_go_on, check_folder, how_to_start
 from impala_llm.learning.policy.model_files import model_checksum
@@ -332,14 +333,26 @@ def test_two_runs_are_never_mixed(settings: list[str]) -> None:
 def test_a_learner_that_torchrun_has_started_again_goes_on_with_the_run_that_it_began(
     settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_run(settings, 4)
+    """It has the same parent, torchrun, as the learner before it; that of an earlier run had another one."""
+    folder = make_run(settings, 4)
     config = load([*settings, "run.resume=false"])
-    for count in ("", "0"):
+
+    def check(count: str) -> int | None:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        return check_folder(config).run_id
+
+    for count in ("", "0", "1"):  # nobody has noted who began it
         with pytest.raises(ConfigError, match="two would be mixed"):
-            check_folder(config)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert check_folder(config).run_id == 77
+            check(count)
+    with FolderOwner(folder):
+        pass
+    with pytest.raises(ConfigError, match="two would be mixed"):
+        check("0")
+    assert check("1") == 77
+    owner = folder / "owner.json"
+    owner.write_text(json.dumps({**json.loads(owner.read_text()), "launcher": [1, 5]}))
+    with pytest.raises(ConfigError, match="two would be mixed"):
+        check("1")
 
 
 def test_a_finished_run_goes_on_only_where_its_end_is_moved(settings: list[str]) -> None:

@@ -187,6 +187,12 @@ def wait_for_owner(
     raise ConfigError(f"{folder} is in use: {_described(found)} is training there: {fix}")
 
 
+def has_same_launcher(folder: Path) -> bool:
+    """Return whether the process that had a folder last was started by the process that has started this one."""
+    found = _read(folder / FILE)
+    return found is not None and found["space"] == _process_space() and found.get("launcher") == _launcher()
+
+
 def _watch(path: Path, first: dict[str, Any], silence_s: float) -> dict[str, Any] | None:
     """Watch the record of a learner of which only the number tells whether it lives.
 
@@ -209,7 +215,13 @@ def _this_process() -> dict[str, Any]:
         "space": _process_space(),
         "pid": os.getpid(),
         "started": _started(os.getpid()),
+        "launcher": _launcher(),
     }
+
+
+def _launcher() -> list[int | float | None]:
+    """Number and start of the process that has started this one."""
+    return [os.getppid(), _started(os.getppid())]
 
 
 def _process_space() -> str:

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from impala_llm.checks.idle_settings import in_force
 from impala_llm.config import ConfigError
 from impala_llm.learning.checkpoints.files import FOLDER, NEW, RESERVED, CheckpointManifest, VersionMark, newest_whole
-from impala_llm.learning.checkpoints.folder_owner import RUN_FIX, wait_for_owner
+from impala_llm.learning.checkpoints.folder_owner import RUN_FIX, has_same_launcher, wait_for_owner
 from impala_llm.learning.checkpoints.kept_settings import keep_settings
 from impala_llm.learning.checkpoints.policy_folders import learned_policies
 from impala_llm.learning.policy.model_files import model_checksum
@@ -153,12 +153,12 @@ def begin(config: Config, say: Callable[[str], object]) -> Start:
 def check_folder(config: Config) -> Start:
     """Return the start of a learner, see `begin`. A supervisor, or rank 0, has decided on it for others.
 
-    A learner that torchrun has started again goes on with the run that the first one has begun, also with
-    run.resume=false.
+    A learner that torchrun has started again goes on with the run that it has begun before, also with run.resume=false.
     """
     if SUPERVISED in os.environ or (os.environ.get("RANK") or "0") != "0":
         return Start(lost_owner=os.environ.get(LOST_OWNER))
-    if config.run.resume is False and int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"):
+    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0") > 0
+    if config.run.resume is False and is_restart and has_same_launcher(Path(config.run.dir)):
         config = replace(config, run=replace(config.run, resume="auto"))
     return begin(config, lambda text: print(f"learner: {text}", flush=True))
 

@@ -65,7 +65,7 @@ def _restore_entries(table: TicketTable, past: journal_rows.JournalState) -> Non
         attempts, losses = journal_rows.read_tries(tries)
         ticket = Ticket(
             *(ticket_id, table.order.task_of(group_id), group_id, table.order.ticket_seed(ticket_id)),
-            min_version,
+            0 if table.slots.max_staleness is None else min_version,
         )
         table.entries[ticket_id] = entry = LedgerEntry(ticket, born_version, attempts=attempts, step=step)
         entry.losses, entry.crashes = losses, past.crashes.get(ticket_id)

@@ -78,8 +78,8 @@ class LedgerEntry:
     """Number of actors that were lost while they had it."""
     lost_by: str | None = None
     """Last of these actors, until the ticket is granted again: if it comes back with the ticket, it was not lost."""
-    was_outdated: bool = False
-    """Whether a trajectory of older weights than the ticket demands has come for it."""
+    outdated_episode: str | None = None
+    """First episode that came for it and is of older weights than the ticket demands."""
     crashes: dict[int, int] | None = None
     """By unroll, number of steps that trained on it in which the learner died."""
 

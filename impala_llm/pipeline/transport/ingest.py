@@ -261,9 +261,11 @@ class Ingest:
         episodes = list(map(self._store.text, starts.tolist(), begins, ends))
         answers = self._ledger.received_all(zip(episodes, *claims, strict=True))
         if answers.count(Verdict.ACCEPTED) < len(answers):
-            for answer, row, start, known in zip(answers, rows.tolist(), starts.tolist(), facts.tolist(), strict=True):
+            each = zip(answers, rows.tolist(), starts.tolist(), facts.tolist(), episodes, strict=True)
+            for answer, row, start, known, episode_id in each:
                 if answer is not Verdict.ACCEPTED:
-                    self._turn_away(answer, row, start, known, actor_id, settled)
+                    self._store.cancel(start, row[NUM_WORDS])
+                    self._turn_away(answer, row, known, actor_id, episode_id, settled)
             kept = [answer is Verdict.ACCEPTED for answer in answers]
             rows, starts, facts = rows[kept], starts[kept], facts[kept]
         settled.acks += rows[:, SEQUENCE].tolist()
@@ -303,17 +305,16 @@ class Ingest:
         return early
 
     def _turn_away(
-        self, answer: Verdict, row: list[int], start: int, facts: Facts, actor_id: str, settled: Settled
+        self, answer: Verdict, row: list[int], facts: Facts, actor_id: str, episode_id: str, settled: Settled
     ) -> None:
-        """Answer a record that the ledger did not accept, and free its space."""
-        self._store.cancel(start, row[NUM_WORDS])
+        """Answer a record that the ledger did not accept."""
         if answer is Verdict.DUPLICATE:
             settled.acks.append(row[SEQUENCE])
         elif answer is Verdict.NOT_AS_GRANTED:
             self._refuse(row, actor_id, self._explain_claim(row[TICKET], facts), settled)
         elif answer is Verdict.OUTDATED:
             settled.refusals.append((row[SEQUENCE], self._explain_claim(row[TICKET], facts)))
-            has_failed = self._ledger.outdated(row[TICKET], actor_id)
+            has_failed = self._ledger.outdated(row[TICKET], actor_id, episode_id)
             self.totals["trajectories_refused" if has_failed else "trajectories_unwanted"] += 1
         else:
             what = "is unknown" if answer is Verdict.UNKNOWN_TICKET else "has its episode already or has ended"

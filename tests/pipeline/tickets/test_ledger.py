@@ -380,7 +380,7 @@ def test_random_walk_keeps_the_invariants(seed: int, max_staleness: int | None, 
             ticket_id = rng.choice(sorted(open_at))
             owner = open_at.pop(ticket_id)
             if event == "outdate":
-                has_failed = ledger.outdated(ticket_id, owner)
+                has_failed = ledger.outdated(ticket_id, owner, f"old {step}")
                 assert has_failed == (ticket_id in outdated)
                 failures[ticket_id] += has_failed
                 outdated.add(ticket_id)

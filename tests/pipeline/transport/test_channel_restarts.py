@@ -9,6 +9,7 @@ from impala_llm.pipeline.shm.journal import Journal
 from impala_llm.pipeline.tickets.journal_rows import renumbered
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.pipeline.transport import messages
+from impala_llm.pipeline.transport.actor_channel import ActorChannel
 from impala_llm.pipeline.transport.receiver import Receiver
 from impala_llm.trajectory import Trajectory
 from tests.pipeline.keeping import checksum_of, words_of
@@ -37,18 +38,23 @@ def test_a_restarted_learner_finds_what_it_acknowledged_and_gets_the_rest_again(
     assert second.counters()["received"] == 3
 
 
-def test_an_actor_that_outlives_the_host_of_its_learner_plays_again_what_it_played_for_it(pair: Pair) -> None:
-    """The learner goes on from a checkpoint, under versions that the one before has not published."""
-    first = pair.receiver(batch_size=2, version=2)
-    actor = pair.actor(want=2)
-    tickets = pair.tickets(actor, 2)
+def lose_host(pair: Pair, first: Receiver, sent: list[Trajectory], actor: ActorChannel) -> None:
+    """The learner of version 2 is lost with its host, and its actor sends what it has played meanwhile. A later one
+    goes on from a checkpoint of version 2, under versions that the one before has not published."""
     rows = first.rows(2)
     pair.receivers.remove(first)
     first.close()
-    for ticket in tickets:
-        actor.send(make_trajectory(ticket, version=2))
+    for trajectory in sent:
+        actor.send(trajectory)
     pair.run_dir.journal_path().unlink()
     Journal(pair.run_dir.journal_path()).rewrite(renumbered(rows, shift=257))
+
+
+def test_an_actor_that_outlives_the_host_of_its_learner_plays_again_what_it_played_for_it(pair: Pair) -> None:
+    first = pair.receiver(batch_size=2, version=2)
+    actor = pair.actor(want=2)
+    tickets = pair.tickets(actor, 2)
+    lose_host(pair, first, [make_trajectory(ticket, version=2) for ticket in tickets], actor)
     second = pair.receiver(batch_size=2, version=259)
     turns_until(lambda: actor.num_unacknowledged == 0, actor)
     again = pair.tickets(actor, 2)
@@ -58,6 +64,31 @@ def test_an_actor_that_outlives_the_host_of_its_learner_plays_again_what_it_play
     drain(second, 2, actor)
     counters = second.counters()
     assert (counters["trajectories_refused"], counters["failed"], counters["refused"]) == (0, 0, 0)
+
+
+def test_unrolls_of_one_old_episode_do_not_use_up_the_attempts_of_their_ticket(pair: Pair) -> None:
+    first = pair.receiver(batch_size=1, version=2)
+    actor = pair.actor(want=1)
+    [ticket] = pair.tickets(actor, 1)
+    early, *late = unrolls_of(ticket, 4, version=2)
+    lose_host(pair, first, [early], actor)
+    second = pair.receiver(batch_size=1, version=259)
+    for unroll in late:
+        turns_until(lambda: actor.num_unacknowledged == 0, actor)  # each in a message of its own
+        actor.send(unroll)
+    [again] = pair.tickets(actor, 1)
+    assert again.task_id == ticket.task_id
+    counters = second.counters()
+    assert (counters["failed"], counters["refused"]) == (0, 0)
+
+
+def test_a_run_that_runs_free_takes_old_episodes_after_the_loss_of_its_host_as_well(pair: Pair) -> None:
+    first = pair.receiver(max_staleness=None, batch_size=2, version=2)
+    actor = pair.actor(want=2)
+    sent = [make_trajectory(ticket, version=2) for ticket in pair.tickets(actor, 2)]
+    lose_host(pair, first, sent, actor)
+    second = pair.receiver(max_staleness=None, batch_size=2, version=259)
+    assert [contents(t) for t in drain(second, 2, actor)] == [contents(t) for t in sent]
 
 
 def reported(receiver: Receiver, number: int) -> bool:
@@ -104,11 +135,9 @@ def test_a_step_counts_once_its_version_is_published(pair: Pair, published: bool
     assert [contents(t) for t in found] == ([] if published else [contents(t) for t in sent])
 
 
-def unrolls_of(ticket: Ticket, count: int) -> list[Trajectory]:
-    name = f"episode of {ticket.ticket_id}"
-    return [
-        make_trajectory(ticket, seed=i, episode_id=name, unroll_index=i, continues=i < count - 1) for i in range(count)
-    ]
+def unrolls_of(ticket: Ticket, count: int, version: int = 0) -> list[Trajectory]:
+    shared = {"episode_id": f"episode of {ticket.ticket_id}", "version": version}
+    return [make_trajectory(ticket, seed=i, unroll_index=i, continues=i < count - 1, **shared) for i in range(count)]
 
 
 def test_a_ticket_is_held_until_the_last_unroll_was_acknowledged(pair: Pair) -> None:
