@@ -34,7 +34,7 @@ from impala_llm.learning.objective import (
 )
 from impala_llm.learning.optim import Optimizer
 from impala_llm.learning.own_parts import call_batch_limit, call_prepare, is_ours
-from impala_llm.learning.packing import TokenBudget, memory_of_step, pack
+from impala_llm.learning.packing import TokenBudget, memory_of_step, pack, with_ranks
 from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.learning.ranks.work_balance import WorkBalance
@@ -327,10 +327,11 @@ class Trainer:
             part: indices of the step's trajectories in the batch.
             bad: of those that are known to have such a number.
         """
-        with self.timer.stage("backward"), memory_of_step():
+        remedy = with_ranks(self.config.learner.tensor_parallel)
+        with self.timer.stage("backward"), memory_of_step(remedy):
             self.ranks.sum_gradients(self.model)
             num_culprits = self.ranks.sum([len(bad)])[0]
-        with self.timer.stage("optimize"), memory_of_step():
+        with self.timer.stage("optimize"), memory_of_step(remedy):
             self.before_change()
             self.is_stepping = True
             result = self.optimizer.step(self.num_updates, progress, skip=num_culprits > 0)

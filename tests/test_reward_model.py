@@ -116,3 +116,13 @@ def test_a_policy_in_place_of_a_classifier_is_refused(tiny_model: Path) -> None:
     """Its scores would come from a random head."""
     with pytest.raises(ModelRefused, match=r"env\.args\.verifier_args\.path=.* lacks weights of a .*: score\.weight"):
         RewardModel(str(tiny_model), -1, 16, 64, "cpu")
+
+
+def test_a_damaged_or_missing_classifier_is_named_by_its_setting(tiny_model: Path, tmp_path: Path) -> None:
+    weights = make_classifier(tiny_model, tmp_path / "damaged", 1) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    for path in (tmp_path / "damaged", tmp_path / "missing"):
+        said = rf"^env\.args\.verifier_args\.path={path} cannot be loaded \(.*: copy the model again, or set env"
+        with pytest.raises(ModelRefused, match=said) as refused:
+            RewardModel(str(path), -1, 16, 64, "cpu")
+        assert "docs/engines.md" not in str(refused.value), "no classifier is in its table"

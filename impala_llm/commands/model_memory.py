@@ -90,7 +90,8 @@ def look(config: Config, gpus: Sequence[Mapping[str, Any]]) -> tuple[str, list[s
     state += "".join(f"; {_size(size)} for {key}, whole in each process" for key, size in needs.others.items())
     problems = _gpu_problems(config, needs, gpus) if is_on_gpus else []
     held = 0.0 if is_on_gpus and not learner.cpu_offload else needs.num_processes * needs.process
-    held += 0.0 if is_on_gpus else needs.num_processes * sum(needs.others.values())
+    others = {} if is_on_gpus else {key: needs.num_processes * size for key, size in needs.others.items()}
+    held += sum(others.values())
     where = f"model.path={config.model.path} with learner.num_ranks={learner.num_ranks}"
     if not is_on_gpus:
         state += f"; {_size(config.num_actors * needs.engine)} for the weights of the actors' engines"
@@ -99,22 +100,50 @@ def look(config: Config, gpus: Sequence[Mapping[str, Any]]) -> tuple[str, list[s
     start = needs.num_processes * needs.read
     state += f"; of the host {_size(start)} at the start, {_size(needs.copied)} for the copy of a checkpoint"
     there = min(psutil.virtual_memory().total, most_memory()) / 1e9
-    smaller = "take a smaller model or more memory"
-    if held + needs.copied > there:
-        fix = "set learner.checkpoints_kept=0, which writes none, or "
+    if (needed := held + needs.copied) > there:
+        remedies = ["set learner.checkpoints_kept=0, which writes none"]
         if held > there:
-            fix = "".join(f"{remedy}, or " for remedy in _host_remedies(config, needs, is_on_gpus))
+            remedies = _host_remedies(config, needs, is_on_gpus)
+        named = "".join(f"{size:.1f} GB of them for {key}, whole in each process, " for key, size in others.items())
         problems.append(
-            f"{where} takes {held + needs.copied:.1f} GB of this host's {there:.1f} GB, {needs.copied:.1f} GB of them "
-            f"as the copy for a checkpoint: {fix}{smaller}"
+            f"{where} takes {needed:.1f} GB of this host's {there:.1f} GB, {named}{needs.copied:.1f} GB of them as the "
+            f"copy for a checkpoint: {_fix(config, others, needed, there, remedies, 'more memory')}"
         )
     elif start > there:
         several, fix = needs.num_processes > 1, "lower learner.num_ranks, or " if learner.num_ranks > 1 else ""
         readers = f"{needs.num_processes} processes read the whole policy each" if several else "a process reads it all"
         problems.append(
-            f"{where} takes {start:.1f} GB of this host's {there:.1f} GB at its start, where {readers}: {fix}{smaller}"
+            f"{where} takes {start:.1f} GB of this host's {there:.1f} GB at its start, where {readers}: {fix}take a "
+            "smaller model or more memory"
         )
     return state, problems
+
+
+def _fix(
+    config: Config, others: Mapping[str, float], needed: float, there: float, remedies: Sequence[str], more: str
+) -> str:
+    """Return what to do where memory does not suffice.
+
+    Args:
+        others: GB of each other model, by the setting that names it: a part of `needed`.
+        there: GB of the memory.
+        remedies: what makes other parts smaller; where the other models alone are too large it does not help.
+        more: what has more memory.
+    """
+    found, smaller, of_others = list(remedies), "a smaller model or ", sum(others.values())
+    if of_others > needed / 2:
+        if of_others > there:
+            found, smaller = [], ""
+        key = max(others, key=lambda key: others[key])
+        found.insert(0, f"set {key} to a smaller model")
+        if key == "algorithm.reference" and config.algorithm.reference is None:
+            found.insert(0, f"set model.lora.rank=16{_undivided(config)}, whose policy without adapters serves as it")
+    return "".join(f"{remedy}, or " for remedy in found) + f"take {smaller}{more}"
+
+
+def _undivided(config: Config) -> str:
+    """End of a fix that does not go with a larger learner.tensor_parallel."""
+    return " and learner.tensor_parallel=1" * (config.learner.tensor_parallel > 1)
 
 
 def _host_remedies(config: Config, needs: Needs, is_on_gpus: bool) -> list[str]:
@@ -122,8 +151,9 @@ def _host_remedies(config: Config, needs: Needs, is_on_gpus: bool) -> list[str]:
     share the policy hold together what a single one does."""
     learner, found = config.learner, []
     if learner.sharding != "fsdp2" and learner.num_ranks > 1:
-        fix = "set learner.sharding=fsdp2" + " and learner.tensor_parallel=1" * (learner.tensor_parallel > 1)
-        found.append(f"{fix}, by which the ranks hold the policy once together")
+        found.append(
+            f"set learner.sharding=fsdp2{_undivided(config)}, by which the ranks hold the policy once together"
+        )
     if not is_on_gpus and needs.engine and config.num_actors > 1:
         found.append("lower actor.num_actors")
     if config.model.lora.rank == 0 and learner.tensor_parallel == 1:
@@ -146,10 +176,12 @@ def _gpu_problems(config: Config, needs: Needs, gpus: Sequence[Mapping[str, Any]
         if needed > gpu["gb"]:
             beside = "".join(f", {size:.1f} GB for {key}, whole in each process" for key, size in others.items())
             engines = f", and {num_engines} engine{'s' * (num_engines > 1)} of actors" if num_engines else ""
-            fix = "" if learner.sharding == "fsdp2" else "set learner.sharding=fsdp2, with more ranks, or "
+            is_shared = learner.sharding == "fsdp2"
+            remedies = [] if is_shared else [f"set learner.sharding=fsdp2{_undivided(config)}, with more ranks"]
+            fix = _fix(config, others, needed, gpu["gb"], remedies, "a larger GPU")
             return [
                 f"GPU {name} has {gpu['gb']:.1f} GB, and model.path={config.model.path} with learner.num_ranks="
                 f"{learner.num_ranks} and learner.tensor_parallel={learner.tensor_parallel} takes {needed:.1f} GB "
-                f"({of_learner:.1f} GB for the learner{beside}{engines}): {fix}take a smaller model or a larger GPU"
+                f"({of_learner:.1f} GB for the learner{beside}{engines}): {fix}"
             ]
     return []

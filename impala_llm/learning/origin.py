@@ -26,7 +26,7 @@ from impala_llm.learning.checkpoints.files import (
 from impala_llm.learning.checkpoints.past import Past
 from impala_llm.learning.checkpoints.reader import CheckpointReader
 from impala_llm.learning.checkpoints.writer import POLICY
-from impala_llm.learning.packing import LESS, memory_for
+from impala_llm.learning.packing import LESS, memory_for, without_tensor_parallel
 from impala_llm.learning.policy.attention_choice import choose_attention
 from impala_llm.learning.policy.lora import add_adapters, load_adapters, without_prefix
 from impala_llm.learning.policy.model import PolicyModel
@@ -158,7 +158,8 @@ def make_model(config: Config, origin: Origin, ranks: Ranks) -> PolicyModel:
 
 def _less_of_policy(learner: LearnerConfig) -> str:
     """Fix for a process whose device does not hold its part of the policy."""
-    fix = "learner.sharding=fsdp2 with more ranks (there also learner.cpu_offload=true)"
+    also = without_tensor_parallel(learner.tensor_parallel)
+    fix = f"learner.sharding=fsdp2{also} with more ranks (there also learner.cpu_offload=true)"
     if learner.sharding == "fsdp2":
         offload = "" if learner.cpu_offload else "learner.cpu_offload=true or "
         fix = f"{offload}more than learner.num_ranks={learner.num_ranks}"

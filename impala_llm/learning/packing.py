@@ -37,11 +37,21 @@ _TRIAL_S = 2.0
 """A budget's speed is measured twice where that takes less."""
 _SPARE_MEMORY = 0.1
 """Share of a GPU's memory that a trial step leaves over."""
-WITH_RANKS = "learner.sharding=fsdp2 with more ranks (there also learner.cpu_offload=true), or model.lora.rank=16"
-"""Settings with which the optimizer's step takes much less memory, where there may be several ranks."""
 LESS = "take a smaller model, or a device with more free memory"
 """Fix where memory does not suffice for a model."""
 _Result = TypeVar("_Result")
+
+
+def without_tensor_parallel(size: int) -> str:
+    """End of a fix that learner.tensor_parallel=`size` does not go with: fsdp2 and LoRA are refused where it is > 1."""
+    return " and learner.tensor_parallel=1" * (size > 1)
+
+
+def with_ranks(tensor_parallel: int) -> str:
+    """Settings with which the optimizer's step takes much less memory, where there may be several ranks."""
+    also = without_tensor_parallel(tensor_parallel)
+    fsdp2 = f"learner.sharding=fsdp2{also} with more ranks (there also learner.cpu_offload=true)"
+    return f"{fsdp2}, or model.lora.rank=16{also}"
 
 
 def pack(trajectories: Sequence[Trajectory], token_budget: int) -> list[PackedBatch]:
@@ -149,7 +159,8 @@ class TokenBudget:
         """Lower the budget after memory has run out with rows of these lengths. Raises as `in_micro_batches` does."""
         if not lengths:
             raise OutOfMemory(
-                f"memory does not suffice for a pass without rows, which other ranks have one more of: set {WITH_RANKS}"
+                "memory does not suffice for a pass without rows, which other ranks have one more of: set "
+                f"{with_ranks(tensor_parallel=1)}"
             )
         longest, used = max(lengths), min(self.tokens, sum(lengths))
         rows = f"rows of {min(lengths)} to {longest} tokens (mean {sum(lengths) / len(lengths):.0f})"
@@ -317,6 +328,7 @@ class TokenBudget:
         return (
             f"the smallest, since {reason}; memory may run out all the same: end other processes that use the GPU, "
             "choose another with CUDA_VISIBLE_DEVICES, or set model.lora.rank=16"
+            f"{without_tensor_parallel(ranks.tensor_parallel)}"
         )
 
     def _seconds(
@@ -402,7 +414,7 @@ def memory_for(what: str, fix: str) -> Iterator[None]:
         raise OutOfMemory(f"memory does not suffice for {what}: {fix}") from error
 
 
-def memory_of_step(remedy: str = WITH_RANKS) -> AbstractContextManager[None]:
+def memory_of_step(remedy: str) -> AbstractContextManager[None]:
     """Context of the optimizer's step, which cannot be repeated half-way. Raises OutOfMemory if memory runs out.
 
     Args:

@@ -14,7 +14,7 @@ from impala_llm.algorithms.distillation import insert_context
 from impala_llm.algorithms.interface import PackedBatch
 from impala_llm.checks.known_models import num_positions, other_vocabulary
 from impala_llm.config import ConfigError
-from impala_llm.learning.packing import memory_for
+from impala_llm.learning.packing import memory_for, without_tensor_parallel
 from impala_llm.learning.policy.attention import SEGMENTS
 from impala_llm.learning.policy.attention_choice import reason_against
 from impala_llm.learning.policy.lora import is_adapted, without_adapters
@@ -126,7 +126,8 @@ def _frozen(config: Config, key: str, policy: PolicyModel, device: torch.device)
     named_by, what, fix = key, f"{key}={path}", f"set {key} to a smaller model"
     if path is None:
         named_by, what = "model.path", f"{key}=null, the policy that training began with,"
-        fix = f"set model.lora.rank=16, whose policy without adapters serves as it, or {key} to a smaller model"
+        also = without_tensor_parallel(config.learner.tensor_parallel)
+        fix = f"set model.lora.rank=16{also}, whose policy without adapters serves as it, or {key} to a smaller model"
     model = PolicyModel.from_pretrained(directory, key=named_by).requires_grad_(False)
     with memory_for(
         f"{what} on {device}, whole in each process of the learner", f"{fix}, or take a device with more free memory"

@@ -203,11 +203,11 @@ LAYERS, WHOLE = 2 * 1000 * 1000, 2 * 1000 * 500 + 1000
 TINY = sum(t.size for t in load_file(ASSETS / "tiny_shopper" / "model.safetensors").values())
 
 
-def save_shapes(folder: Path) -> Path:
+def save_shapes(folder: Path, vocab_size: int = 500) -> Path:
     """Write the weights of a model, alone."""
     shapes = {
-        "model.embed_tokens.weight": (500, 1000),
-        "lm_head.weight": (500, 1000),
+        "model.embed_tokens.weight": (vocab_size, 1000),
+        "lm_head.weight": (vocab_size, 1000),
         "model.layers.0.mlp.up_proj.weight": (1000, 1000),
         "model.layers.1.mlp.up_proj.weight": (1000, 1000),
         "model.norm.weight": (1000,),
@@ -288,6 +288,50 @@ def test_memory_counts_other_models_by_their_own_size(
         monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
         found = doctor.learner_memory(config, {"gpus": []})
         assert f"for {key}" in found.state and (found.problems == []) is is_enough, found
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "fix"),
+    [
+        # Of a host: the reference alone is larger than it; it has room, and the policy does not beside it.
+        (["algorithm.reference="], None, "set algorithm.reference to a smaller model, or take more memory"),
+        (["algorithm.reference=", "host"], None, "set algorithm.reference to a smaller model, or set model.lora.rank="),
+        (["algorithm.credit=distillation", "algorithm.credit.teacher="], None, "set algorithm.credit.teacher to a "),
+        # Of a GPU.
+        (["algorithm.reference="], 30, "set algorithm.reference to a smaller model, or take a larger GPU"),
+        (
+            ["algorithm.reference=", "learner.tensor_parallel=2"],
+            50,
+            "set algorithm.reference to a smaller model, or set learner.sharding=fsdp2 and learner.tensor_parallel=1, "
+            "with more ranks, or take a smaller model or a larger GPU",
+        ),
+        # The policy that training began with, which LoRA makes unnecessary.
+        (
+            ["algorithm.reference=null", "learner.num_ranks=8", "learner.sharding=fsdp2"],
+            2,
+            "set model.lora.rank=16, whose policy without adapters serves as it, or set algorithm.reference to a sm",
+        ),
+    ],
+)
+def test_another_model_that_takes_the_larger_part_is_named_and_a_smaller_one_is_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], gpu: int | None, fix: str
+) -> None:
+    """Neither sharding nor LoRA makes one that a setting names smaller.
+
+    Args:
+        gpu: MB of each; None: there is none.
+    """
+    other = 4 * (LAYERS + 2 * 5000 * 1000 + 1000)
+    memory = psutil.virtual_memory()._replace(total=10**12 if gpu else other + 1000 if "host" in words else other - 1)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(9))))
+    path = save_shapes(tmp_path / "other", vocab_size=5000)
+    words = [f"{word}{path}" if word.endswith("=") else word for word in words if word != "host"]
+    config = load(["experiment=toy", "model.path=tiny_shopper", "actor.num_actors=1", "algorithm.kl_coef=0.1", *words])
+    gpus = [{"name": "a GPU", "gb": gpu / 1e3, "error": ""}] * 9 if gpu else []
+    [problem] = doctor.learner_memory(config, {"gpus": gpus}).problems
+    key = "algorithm.credit.teacher" if "credit.teacher" in str(words) else "algorithm.reference"
+    assert f" for {key}, whole in each process" in problem and problem.partition(": ")[2].startswith(fix), problem
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from impala_llm import frozen_policy
 from impala_llm.config import load
+from impala_llm.engines.base import ModelRefused
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.envs.textarena import RandomPlayer
@@ -255,6 +256,15 @@ def test_a_frozen_policy_sees_the_latest_tokens_of_a_long_game(tiny_model: Path)
     assert asyncio.run(moves("left"))[1] == asyncio.run(moves("up and down"))[1]
     with pytest.raises(ValueError, match="max_length=4: it must be above max_new_tokens=4"):
         FrozenPolicy(0, str(tiny_model), max_new_tokens=4, max_length=4)
+
+
+def test_a_damaged_frozen_policy_is_named_by_its_setting(tiny_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "damaged")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    said = rf"env\.args\.opponent_args\.path={folder} cannot be loaded .*: copy the model again, or set env\.args\.opp"
+    with pytest.raises(ModelRefused, match=said):
+        FrozenPolicy(0, str(folder))
 
 
 @pytest.mark.parametrize("quote", ["", "'"])

@@ -202,6 +202,15 @@ def test_the_best_that_a_learner_died_before_it_marked_is_marked_by_the_next(tmp
     assert again.is_wanted, "a link that somebody has made is none of a checkpoint"
 
 
+def test_a_best_checkpoint_that_somebody_removed_makes_room_for_the_next_one(tmp_path: Path, policy: Path) -> None:
+    write(tmp_path, policy, 5)
+    checkpoint_files.mark_best(tmp_path, "update-000020")  # whose folder is gone
+    assert checkpoint_files.best_of(tmp_path) is None
+    checkpointer = Checkpointer(tmp_path, 2)
+    checkpointer.mark_best(11, 11)
+    assert checkpointer.is_wanted
+
+
 def test_the_best_checkpoint_is_not_removed_as_it_is_marked(
     tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,7 @@ def test_a_fitted_value_head_of_another_width_is_not_dropped_in_silence(
     ("words", "fix"),
     [
         ([], r"learner.sharding=fsdp2 with more ranks \(there also learner.cpu_offload=true\)"),
+        (["learner.tensor_parallel=2"], "set learner.sharding=fsdp2 and learner.tensor_parallel=1 with more ranks .*"),
         (["learner.sharding=fsdp2"], "learner.cpu_offload=true or more than learner.num_ranks=1"),
         (["learner.sharding=fsdp2", "learner.cpu_offload=true"], "set more than learner.num_ranks=1"),
     ],

@@ -442,6 +442,9 @@ class Device:
     device = torch.device("cuda", 0)
     world_size, is_main, is_sharded = 1, True, False
 
+    def __init__(self, tensor_parallel: int = 1) -> None:
+        self.tensor_parallel = tensor_parallel
+
     def sum(self, numbers: list[float], of_processes: bool = False) -> list[float]:
         return numbers
 
@@ -502,20 +505,26 @@ def test_on_a_gpu_memory_that_other_processes_hold_is_left_to_them(
 
 
 @pytest.mark.parametrize(
-    ("others", "to_come", "said"),
+    ("others", "to_come", "tensor_parallel", "said"),
     [
-        (1_900_000_000, 0, "CUDA itself and other processes hold 1.9 GB of the GPU's 2.0 GB"),
-        (0, 1_900_000_000, "the optimizer's moments take 1.9 GB"),
+        (1_900_000_000, 0, 1, "CUDA itself and other processes hold 1.9 GB of the GPU's 2.0 GB"),
+        (0, 1_900_000_000, 1, "the optimizer's moments take 1.9 GB"),
+        (0, 1_900_000_000, 2, "or set model.lora.rank=16 and learner.tensor_parallel=1"),
     ],
-    ids=["other processes", "moments"],
+    ids=["other processes", "moments", "tensor parallel"],
 )
 def test_on_a_gpu_that_has_no_room_the_smallest_budget_is_taken_and_what_holds_it_is_said(
-    others: int, to_come: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    others: int,
+    to_come: int,
+    tensor_parallel: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     memory, budget = Memory(says_so=True, others=others), TokenBudget("auto")
     memory.total_memory, memory.reserved = 2_000_000_000, 0
     memory.install(monkeypatch)
-    budget.choose(make_batch() * 100, memory.trial, to_come, Device())  # type: ignore[arg-type]
+    budget.choose(make_batch() * 100, memory.trial, to_come, Device(tensor_parallel))  # type: ignore[arg-type]
     printed = capsys.readouterr().out
     assert budget.tokens == 512 and not memory.tried
     assert "is 512 tokens a micro-batch: the smallest" in printed and said in printed

@@ -94,6 +94,11 @@ def test_a_setting_that_names_a_model_without_all_weights_is_named(tmp_path: Pat
     [
         (["algorithm.kl_coef=0.1"], "algorithm.reference=null, the policy that", "model.lora.rank=16"),
         (
+            ["algorithm.kl_coef=0.1", "learner.tensor_parallel=2"],
+            "algorithm.reference=null, the policy that",
+            "set model.lora.rank=16 and learner.tensor_parallel=1, ",
+        ),
+        (
             ["algorithm.kl_coef=0.1", "algorithm.reference="],
             "algorithm.reference=",
             "set algorithm.reference to a smaller",

@@ -46,9 +46,21 @@ def make_trainer(directory: Path) -> Trainer:
     return Trainer(config, Ranks("cpu"), model)
 
 
-@pytest.mark.parametrize("where", ["moments", "sum of gradients"])
+@pytest.mark.parametrize(
+    ("where", "tensor_parallel", "fix"),
+    [
+        ("moments", 1, "learner.sharding=fsdp2 with more ranks .* or model.lora.rank=16;"),
+        ("sum of gradients", 1, "learner.sharding=fsdp2 with more ranks .* or model.lora.rank=16;"),
+        (
+            "moments",
+            2,
+            "learner.sharding=fsdp2 and learner.tensor_parallel=1 with .* model.lora.rank=16 and "
+            "learner.tensor_parallel=1;",
+        ),
+    ],
+)
 def test_memory_that_runs_out_in_the_step_is_said_with_what_helps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, tensor_parallel: int, fix: str
 ) -> None:
     """A smaller budget does not: the micro-batches are gone by then."""
 
@@ -56,8 +68,9 @@ def test_memory_that_runs_out_in_the_step_is_said_with_what_helps(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     trainer = make_trainer(tmp_path)
+    trainer.config.learner.tensor_parallel = tensor_parallel
     monkeypatch.setattr(*((torch.optim.AdamW, "step") if where == "moments" else (Ranks, "sum_gradients")), full)
-    with pytest.raises(OutOfMemory, match="optimizer's step.* learner.sharding=fsdp2.* model.lora.rank"):
+    with pytest.raises(OutOfMemory, match=f"optimizer's step.*: set {fix}"):
         trainer.update(batch_of((1.0,) * 6), version=3, progress=0.0)
 
 

@@ -21,9 +21,12 @@ def load_whole(directory: Path | str, key: str, kind: Any = AutoModelForCausalLM
         options: of `from_pretrained`.
 
     Raises:
-        ModelRefused: the files are damaged, or lack weights.
+        ModelRefused: the files are missing or damaged, or lack weights.
     """
-    with refusing(f"the model {directory} cannot be loaded"):
+    refused = refusing(f"{key}={directory} cannot be loaded", f"copy the model again, or set {key} to another")
+    if key == "model.path":  # the directory may be a scratch policy's or a checkpoint's, which it does not name
+        refused = refusing(f"the model {directory} cannot be loaded")
+    with refused:
         lm, found = kind.from_pretrained(directory, local_files_only=True, output_loading_info=True, **options)
     # What a model fills by itself, such as a tied head or a table of positions, transformers does not count as missing.
     if missing := sorted(found["missing_keys"]):

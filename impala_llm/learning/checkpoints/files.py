@@ -254,12 +254,12 @@ def retire_old(run_folder: Path, num_kept: int, passed_over: Collection[str] = (
 
 
 def best_of(run_folder: Path) -> str | None:
-    """Name of the best checkpoint; None where none was marked."""
+    """Name of the best checkpoint; None where none was marked, or somebody has removed it."""
     try:
         name = os.readlink(run_folder / FOLDER / BEST)
     except OSError:
         return None
-    return name if _NAME.fullmatch(name) else None
+    return name if _NAME.fullmatch(name) and (run_folder / FOLDER / name).is_dir() else None
 
 
 def mark_best(run_folder: Path, name: str) -> None:
