@@ -32,12 +32,12 @@ from impala_llm.checks.idle_settings import in_force
 from impala_llm.checks.settings_checks import problems
 from impala_llm.part_settings import (
     algorithm_parts,
-    as_plain,
     choose_part,
     culprit,
     flat,
     kind_of,
     kinds,
+    leave_options_behind,
     part_values,
 )
 from impala_llm.part_signatures import escaped, type_expected
@@ -117,7 +117,7 @@ def load(overrides: Sequence[str] = (), left_out: Sequence[str] = ()) -> Config:
             words = _hydra_words([word for word in overrides if kind_of(word) is None], left_out)
             raw = compose("config", overrides=words)
             if "experiment=file" in words:
-                _leave_options_behind(raw, words)
+                leave_options_behind(raw, words)
     except ConfigError:
         raise
     except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -185,34 +185,14 @@ def _hydra_words(overrides: Sequence[str], left_out: Sequence[str]) -> list[str]
     for word in (word.lstrip("+") for word in overrides):
         key, _, value = word.partition("=")
         if key == "experiment" and Path(value).suffix in (".yaml", ".yml"):
-            settings = _with_presets(_settings_file(Path(value)), overrides, left_out)
-            ConfigStore.instance().store(group="experiment", name="file", node=settings, package="_global_")
-            defaults = {"defaults": settings.defaults} if "defaults" in settings else {}
+            file = _settings_file(Path(value))
+            defaults = {"defaults": file.defaults} if "defaults" in file else {}
             ConfigStore.instance().store(group="experiment", name="presets", node=defaults, package="_global_")
+            settings = _with_presets(file, overrides, left_out)
+            ConfigStore.instance().store(group="experiment", name="file", node=settings, package="_global_")
             word = "experiment=file"
         words.append(word)
     return words
-
-
-def _leave_options_behind(raw: DictConfig, words: Sequence[str]) -> None:
-    """Remove the options of a preset's credit or loss where a file of settings names another one, and keep them where
-    it names the same.
-
-    Args:
-        raw: composed from presets and file; changed in place.
-        words: that it was composed with.
-    """
-    file = ConfigStore.instance().load("experiment/file.yaml").node
-    presets = compose(
-        "config", overrides=["experiment=presets" if word == "experiment=file" else word for word in words]
-    )
-    for kind in algorithm_parts().values():
-        found = (OmegaConf.select(each, kind.key) for each in (file, raw, presets))
-        own, node, of_preset = (part_values(as_plain(each)) for each in found)
-        if own.get("name") is not None:
-            is_same = short_name(kind, own["name"]) == short_name(kind, of_preset.get("name"))
-            kept = of_preset | node if is_same else {option: node[option] for option in own}
-            OmegaConf.update(raw, kind.key, kept, merge=False)
 
 
 def _with_presets(file: DictConfig, overrides: Sequence[str], left_out: Sequence[str]) -> DictConfig:
@@ -232,11 +212,14 @@ def _with_presets(file: DictConfig, overrides: Sequence[str], left_out: Sequence
             own = {key for key in preset if key.startswith(f"{group}.")}
             is_origin = all(settings.get(key) == preset[key] for key in own)
             dropped |= own | {key for key in preset if is_origin and settings.get(key) == preset[key]}
-        chosen = presets[choice]
+        chosen, of_file = presets[choice], compose("config", overrides=["experiment=presets"])
         for kind in kinds():
             name = f"{kind.key}.name" if kind.base else kind.key
-            is_other = name in chosen and short_name(kind, chosen[name]) != short_name(kind, settings.get(name))
-            if is_other:  # the options in the file are those of another part
+            if name not in chosen:
+                continue
+            before = settings.get(name, settings.get(kind.key, OmegaConf.select(of_file, name)))
+            dropped.add(kind.key)  # where the file has a name alone
+            if short_name(kind, chosen[name]) != short_name(kind, before):  # its options are those of another part
                 dropped |= {key for key in settings if f"{key}.".startswith(f"{kind.options_key}.")}
         settings = {key: value for key, value in settings.items() if key not in dropped} | chosen
     nested: dict[str, Any] = {}

@@ -5,10 +5,12 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
+from hydra import compose
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from impala_llm.plugs import ENGINES, ENVIRONMENTS, PartKind, choose, read_word
+from impala_llm.plugs import ENGINES, ENVIRONMENTS, PartKind, choose, read_word, short_name
 
 
 @cache
@@ -60,6 +62,27 @@ def choose_part(raw: DictConfig, kind: PartKind, overrides: Sequence[str]) -> No
         name, options = choose(kind, OmegaConf.select(raw, kind.key), values, words)
         OmegaConf.update(raw, kind.key, name)
         OmegaConf.update(raw, kind.options_key, options or None, merge=False)
+
+
+def leave_options_behind(raw: DictConfig, words: Sequence[str]) -> None:
+    """Remove the options of a preset's credit or loss where a file of settings names another one, and keep them where
+    it names the same.
+
+    Args:
+        raw: composed from presets and file; changed in place.
+        words: that it was composed with.
+    """
+    file = ConfigStore.instance().load("experiment/file.yaml").node
+    presets = compose(
+        "config", overrides=["experiment=presets" if word == "experiment=file" else word for word in words]
+    )
+    for kind in algorithm_parts().values():
+        found = (OmegaConf.select(each, kind.key) for each in (file, raw, presets))
+        own, node, of_preset = (part_values(as_plain(each)) for each in found)
+        if own.get("name") is not None:
+            is_same = short_name(kind, own["name"]) == short_name(kind, of_preset.get("name"))
+            kept = of_preset | node if is_same else {option: node[option] for option in own}
+            OmegaConf.update(raw, kind.key, kept, merge=False)
 
 
 def flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

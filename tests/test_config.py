@@ -174,6 +174,20 @@ def test_a_preset_leaves_the_options_of_another_part_behind(tmp_path: Path) -> N
         load([f"experiment={tmp_path}/my.yaml", "algorithm=nope"])
 
 
+@pytest.mark.parametrize("choice", ["icepop", "decoupled_ppo"])
+@pytest.mark.parametrize("loss", ["{clip_low: 0.11}", "decoupled_ppo"])
+def test_a_preset_leaves_the_options_of_the_part_that_the_presets_of_the_file_name(
+    tmp_path: Path, loss: str, choice: str
+) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(f"defaults: [{{override /algorithm: icepop}}]\nalgorithm: {{loss: {loss}}}")
+    found = load(["model=scratch", f"experiment={file}", f"algorithm={choice}"]).algorithm.loss
+    assert (found.name, found.clip_low) == ("decoupled_ppo", 0.11 if "0.11" in loss else 0.2)  # type: ignore[attr-defined]
+    file.write_text("defaults: [{override /env: reasoning_gym}]\nenv: {args: {config: {min_terms: 3}}}")
+    env = load(["model=scratch", f"experiment={file}", f"algorithm={choice}", "env=reasoning_gym"]).env
+    assert env.args.config == {"min_terms": 3}
+
+
 def test_none_is_null_on_the_command_line() -> None:
     config = load(["experiment=toy", "algorithm.max_staleness=None", "learner.sync_interval=None"])
     assert config.algorithm.max_staleness is None and config.learner.sync_interval is None
