@@ -261,43 +261,6 @@ def _imported(path: str) -> Any:
     return found
 
 
-def choose(
-    kind: PartKind, name: Any, values: Mapping[str, Any], words: Sequence[tuple[str, Any]]
-) -> tuple[str, dict[str, Any]]:
-    """Return the name of a part, a packaged one's short name, and the values of its options, from files and words.
-
-    A word that chooses another part than the files do leaves their options behind: those were for theirs.
-
-    Args:
-        name: in the files.
-        values: options in the files.
-        words: key and value of `key=NAME` and `options_key.option=value`.
-
-    Raises:
-        ValueError: options that are none.
-    """
-    chosen, given = name, dict[Any, Any]()
-    for key, value in words:
-        if key == kind.options_key and isinstance(value, Mapping):
-            given |= value
-        elif key == kind.key:
-            chosen = value
-        elif key == kind.options_key:
-            raise ValueError(f"{key}={value} sets no option: write {key}.NAME=value")
-        else:
-            *outer, last = key.removeprefix(f"{kind.options_key}.").split(".")
-            inner = given
-            for section in outer:
-                if not isinstance(inner.setdefault(section, {}), dict):
-                    raise ValueError(f"{key}={value} sets a part of what another word sets whole: leave one out")
-                inner = inner[section]
-            inner[last] = value
-        if kind.base:  # whose parts have their name beside their options
-            chosen = given.pop("name", chosen)
-    found = short_name(kind, chosen)
-    return found, given if found != short_name(kind, name) else _merged(values, given)
-
-
 def read_word(word: str) -> tuple[str, Any]:
     """Key and value of `key=value` in Hydra's grammar; a list or mapping may be JSON, whose quoted keys that lacks.
 
@@ -312,15 +275,6 @@ def read_word(word: str) -> tuple[str, Any]:
     if parsed.is_sweep_override():
         raise HydraException(f"Ambiguous value for argument '{word}'")  # as Hydra says it of other words
     return parsed.key_or_group, parsed.value()
-
-
-def _merged(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, where what is given goes over the values, in mappings inside of them too."""
-    both = dict(values)
-    for key, value in given.items():
-        old = both.get(key)
-        both[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return both
 
 
 def option_fields(part: type) -> list[Field[Any]]:
