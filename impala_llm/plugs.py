@@ -31,6 +31,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from impala_llm.part_signatures import (
     escaped,
+    lacks_plain_default,
     other_methods,
     other_signature,
     parameters_of,
@@ -349,7 +350,12 @@ def name_part(kind: PartKind, name: str, values: Mapping[str, Any]) -> tuple[str
         return name, make_options(kind, name, options, values)
     parameters = parameters_of(part)
     own = [] if parameters is None else [each.name for each in fields(parameters)]
-    others = {option: value for option, value in values.items() if option not in own} if takes_any(part) else {}
+    others = {option: value for option, value in values.items() if option not in own}
+    if not takes_any(part):
+        for option, value in others.items():
+            if reason := lacks_plain_default(part, option):
+                raise ValueError(f"{kind.options_key}.{option}={value} is no option of {kind.key}={name}: {reason}")
+        others = {}
     named = make_options(kind, name, parameters, {k: v for k, v in values.items() if k not in others})
     return name, {**({} if named is None else vars(named)), **others} or None
 
