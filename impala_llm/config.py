@@ -132,7 +132,7 @@ def load(overrides: Sequence[str] = (), left_out: Sequence[str] = ()) -> Config:
             for name, kind in algorithm_parts().items()
         }
         for writer in composed.run.metric_writers:
-            check(METRIC_WRITERS, writer)
+            check(METRIC_WRITERS, str(writer))  # which OmegaConf lets be a mapping
         if composed.agent.name is not None:
             check(AGENTS, composed.agent.name)
         env, engine = _with_part(composed.env, ENVIRONMENTS), _with_part(composed.engine, ENGINES)
@@ -156,8 +156,7 @@ def load(overrides: Sequence[str] = (), left_out: Sequence[str] = ()) -> Config:
 def _with_part(section: _Section, kind: PartKind) -> _Section:
     """A section with the short name and the options of the part that it names. ValueError where that cannot be."""
     slot = kind.options_key.rpartition(".")[2]
-    given = own if isinstance(own := getattr(section, slot), dict) else {}
-    name, options = name_part(kind, section.name, given)
+    name, options = name_part(kind, section.name, getattr(section, slot))
     return replace(section, **{"name": name, slot: options})
 
 
@@ -173,7 +172,8 @@ def present_word(word: str) -> str:
         word = f"{key}={value}"
     for kind in (ENVIRONMENTS, ENGINES):
         group = kind.key.partition(".")[0]
-        is_named = key == group and (":" in value or value in installed_parts(kind))
+        is_path = ":" in value and not value.startswith(("{", "["))  # a mapping sets several settings of the group
+        is_named = key == group and (is_path or value in installed_parts(kind))
         if is_named and not os.path.isfile(config_folder() / group / f"{value}.yaml"):
             return f"{kind.key}={value}"
     return word
@@ -411,11 +411,17 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
                 return f"{where}{len(unknown)} keys are unknown: {', '.join(unknown)}; correct them"
             return f"{where}{full_key} is an unknown key: {_suggestion(full_key, list(known))}"
         if isinstance(cause, OmegaConfBaseException) and full_key:
+            alone = full_key.removesuffix(".name")
+            if kind_of(alone) is not None and alone in (*given, *in_file):  # the name of a part alone
+                full_key = alone
             there = OmegaConf.select(_settings_file(Path(file)), full_key) if where else "?"
-            value = given.get(full_key, written(there))
-            default = f"the default is {written(known[full_key])}" if full_key in known else "set it"
+            value = given.get(full_key, written(in_file.get(full_key, there)))
+            # Parts that have an option of one name may have other defaults.
+            has_default = full_key in known and kind_of(full_key) is None
+            default = f"the default is {written(known[full_key])}" if has_default else "set it"
             reason = str(cause.msg or cause).splitlines()[0]
-            if isinstance(known.get(full_key), list) or "ListConfig" in reason:
+            is_list = isinstance(known.get(full_key), list) or "is not a ListConfig" in reason
+            if is_list and value != "null" and not value.startswith(("[", "{")):
                 return f"{where}{full_key}={value} has the wrong type: it is a list: write '{full_key}=[{value}]'"
             if any(said in reason for said in ("is not Optional", "Incompatible value 'None'", "issing mandatory")):
                 return f"{where}{full_key}={value} needs a value: {default}"

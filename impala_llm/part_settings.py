@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from impala_llm.plugs import ENGINES, ENVIRONMENTS, PartKind, read_word, short_name
+from impala_llm.plugs import ENGINES, ENVIRONMENTS, PartKind, option_values, read_word, short_name
 
 
 @cache
@@ -59,7 +59,7 @@ def choose_part(raw: DictConfig, kind: PartKind, overrides: Sequence[str]) -> No
         name, options = _choose(kind, values.pop("name", None), values, words, resolved)
         OmegaConf.update(raw, kind.key, {**options, "name": name}, merge=False)
     else:
-        values = in_files if isinstance(in_files, dict) else {}
+        values = option_values(kind, in_files)
         name, options = _choose(kind, OmegaConf.select(raw, kind.key), values, words, resolved)
         OmegaConf.update(raw, kind.key, name)
         OmegaConf.update(raw, kind.options_key, options or None, merge=False)

@@ -19,8 +19,10 @@ from impala_llm.settings import plain
 _TYPES = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 """Types as OmegaConf names them, in words."""
 _CONTAINERS = {
+    "is not a subclass of str": "a text",
     "is not a subclass of": "a mapping of its options",
     "is not a ListConfig": "a list",
+    "DictConfig with ListConfig": "a list",
     "to Dict[": "a mapping",
     "to string": "a text",
 }

@@ -192,7 +192,7 @@ def import_path(kind: PartKind, name: str) -> Any:
     """
     if name in kind.packaged:
         return kind.packaged[name]
-    if ":" in name:
+    if ":" in name and not name.startswith(("{", "[")):
         return name
     installed = installed_parts(kind)
     if name in installed:
@@ -283,13 +283,27 @@ def option_fields(part: type) -> list[Field[Any]]:
     return [f for f in fields(part) if f.name != "name"]
 
 
-def make_options(kind: PartKind, name: str, options: type | None, values: Mapping[str, Any]) -> Any:
+def option_values(kind: PartKind, values: Any) -> dict[str, Any]:
+    """Return the options of a part by name; none where there are no values.
+
+    Raises:
+        ValueError: they are no mapping of names.
+    """
+    key = kind.options_key
+    if values is not None and not isinstance(values, Mapping):
+        raise ValueError(f"{key}={values} sets no option: write {key.rpartition('.')[2]}: {{NAME: value}}")
+    if others := [name for name in values or {} if not isinstance(name, str)]:
+        raise ValueError(f"{key}={values}: the name of an option is a text, and {others[0]} is none: write NAME: value")
+    return dict(values or {})
+
+
+def make_options(kind: PartKind, name: str, options: type | None, values: Any) -> Any:
     """Make the options of a part from plain values.
 
     Args:
         name: of the part, for messages.
         options: their dataclass, which for a kind with `base` is the part; None where there are none.
-        values: by field.
+        values: by field; None for none.
 
     Returns:
         The dataclass; None where the part has no options.
@@ -297,7 +311,7 @@ def make_options(kind: PartKind, name: str, options: type | None, values: Mappin
     Raises:
         ValueError: an unknown option, a wrong type, an option without default that is not given.
     """
-    key, chosen = kind.options_key, f"{kind.key}={name}"
+    key, chosen, values = kind.options_key, f"{kind.key}={name}", option_values(kind, values)
     declared = [] if options is None else option_fields(options) if kind.base else fields(options)
     own = [f.name for f in declared]
     for option, value in values.items():
@@ -315,11 +329,14 @@ def make_options(kind: PartKind, name: str, options: type | None, values: Mappin
         read = merged = OmegaConf.structured(defaults)
         for option, value in ({**values, "name": name} if kind.base else values).items():
             merged = OmegaConf.merge(merged, {option: escaped(value)})
+        option = ""  # what is wrong from here on, the error says
         return OmegaConf.to_object(merged)
     except MissingMandatoryValue as error:
         missing = f"{key}.{error.full_key} is not set, and {chosen} has no default for it: set it"
         raise ValueError(missing) from None
     except OmegaConfBaseException as error:
+        if not option and (found := str(error.full_key).partition(".")[0]) in values:
+            option, value = found, values[found]
         if option:
             raise ValueError(wrong_value(key, read, option, value, error)) from None
         raise ValueError(f"{chosen} cannot be used: {wrong_default(defaults, error)}") from None
@@ -335,13 +352,13 @@ def make_part(kind: PartKind, settings: Mapping[str, Any]) -> Any:
     return make_options(kind, name, load(kind, name), {key: value for key, value in settings.items() if key != "name"})
 
 
-def name_part(kind: PartKind, name: str, values: Mapping[str, Any]) -> tuple[str, Any]:
+def name_part(kind: PartKind, name: str, values: Any) -> tuple[str, Any]:
     """Return the short name of a part and its options, of a kind whose parts are called later on.
 
     Raises:
         ValueError: see `load` and `make_options`.
     """
-    name = short_name(kind, name)
+    name, values = short_name(kind, name), option_values(kind, values)
     part = None if name in kind.settings else load(kind, name)
     options: Any = getattr(part, "Options", None)
     if options is not None and not (isinstance(options, type) and is_dataclass(options)):

@@ -196,6 +196,7 @@ def own(user_folder: Path) -> Path:
             )
             for name, default in {"both": "[PosixPath('a'), <Kind.long: 2>]", "tags": "{1}"}.items()
         ),
+        (["env=own_options:untyped", "env.args={1: 2}"], "env.args={1: 2}: the name of an option is a text, and 1 is"),
         (["env=own_options:lists", "env.args.tgs=1"], "its options are files, kinds, n"),
         (
             [f"{LOSS}:Listed", "algorithm.loss.items=[{need: x}]"],
