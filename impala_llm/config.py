@@ -32,12 +32,12 @@ from impala_llm.checks.idle_settings import in_force
 from impala_llm.checks.settings_checks import problems
 from impala_llm.part_settings import (
     algorithm_parts,
-    as_plain,
     choose_part,
     culprit,
     flat,
     kind_of,
     kinds,
+    leave_options_behind,
     part_values,
 )
 from impala_llm.part_signatures import escaped, type_expected
@@ -117,7 +117,7 @@ def load(overrides: Sequence[str] = (), left_out: Sequence[str] = ()) -> Config:
             words = _hydra_words([word for word in overrides if kind_of(word) is None], left_out)
             raw = compose("config", overrides=words)
             if "experiment=file" in words:
-                _leave_options_behind(raw, words)
+                leave_options_behind(raw, words)
     except ConfigError:
         raise
     except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -132,7 +132,7 @@ def load(overrides: Sequence[str] = (), left_out: Sequence[str] = ()) -> Config:
             for name, kind in algorithm_parts().items()
         }
         for writer in composed.run.metric_writers:
-            check(METRIC_WRITERS, writer)
+            check(METRIC_WRITERS, str(writer))  # which OmegaConf lets be a mapping
         if composed.agent.name is not None:
             check(AGENTS, composed.agent.name)
         env, engine = _with_part(composed.env, ENVIRONMENTS), _with_part(composed.engine, ENGINES)
@@ -156,8 +156,7 @@ def load(overrides: Sequence[str] = (), left_out: Sequence[str] = ()) -> Config:
 def _with_part(section: _Section, kind: PartKind) -> _Section:
     """A section with the short name and the options of the part that it names. ValueError where that cannot be."""
     slot = kind.options_key.rpartition(".")[2]
-    given = own if isinstance(own := getattr(section, slot), dict) else {}
-    name, options = name_part(kind, section.name, given)
+    name, options = name_part(kind, section.name, getattr(section, slot))
     return replace(section, **{"name": name, slot: options})
 
 
@@ -173,7 +172,8 @@ def present_word(word: str) -> str:
         word = f"{key}={value}"
     for kind in (ENVIRONMENTS, ENGINES):
         group = kind.key.partition(".")[0]
-        is_named = key == group and (":" in value or value in installed_parts(kind))
+        is_path = ":" in value and not value.startswith(("{", "["))  # a mapping sets several settings of the group
+        is_named = key == group and (is_path or value in installed_parts(kind))
         if is_named and not os.path.isfile(config_folder() / group / f"{value}.yaml"):
             return f"{kind.key}={value}"
     return word
@@ -185,34 +185,14 @@ def _hydra_words(overrides: Sequence[str], left_out: Sequence[str]) -> list[str]
     for word in (word.lstrip("+") for word in overrides):
         key, _, value = word.partition("=")
         if key == "experiment" and Path(value).suffix in (".yaml", ".yml"):
-            settings = _with_presets(_settings_file(Path(value)), overrides, left_out)
-            ConfigStore.instance().store(group="experiment", name="file", node=settings, package="_global_")
-            defaults = {"defaults": settings.defaults} if "defaults" in settings else {}
+            file = _settings_file(Path(value))
+            defaults = {"defaults": file.defaults} if "defaults" in file else {}
             ConfigStore.instance().store(group="experiment", name="presets", node=defaults, package="_global_")
+            settings = _with_presets(file, overrides, left_out)
+            ConfigStore.instance().store(group="experiment", name="file", node=settings, package="_global_")
             word = "experiment=file"
         words.append(word)
     return words
-
-
-def _leave_options_behind(raw: DictConfig, words: Sequence[str]) -> None:
-    """Remove the options of a preset's credit or loss where a file of settings names another one, and keep them where
-    it names the same.
-
-    Args:
-        raw: composed from presets and file; changed in place.
-        words: that it was composed with.
-    """
-    file = ConfigStore.instance().load("experiment/file.yaml").node
-    presets = compose(
-        "config", overrides=["experiment=presets" if word == "experiment=file" else word for word in words]
-    )
-    for kind in algorithm_parts().values():
-        found = (OmegaConf.select(each, kind.key) for each in (file, raw, presets))
-        own, node, of_preset = (part_values(as_plain(each)) for each in found)
-        if own.get("name") is not None:
-            is_same = short_name(kind, own["name"]) == short_name(kind, of_preset.get("name"))
-            kept = of_preset | node if is_same else {option: node[option] for option in own}
-            OmegaConf.update(raw, kind.key, kept, merge=False)
 
 
 def _with_presets(file: DictConfig, overrides: Sequence[str], left_out: Sequence[str]) -> DictConfig:
@@ -232,11 +212,14 @@ def _with_presets(file: DictConfig, overrides: Sequence[str], left_out: Sequence
             own = {key for key in preset if key.startswith(f"{group}.")}
             is_origin = all(settings.get(key) == preset[key] for key in own)
             dropped |= own | {key for key in preset if is_origin and settings.get(key) == preset[key]}
-        chosen = presets[choice]
+        chosen, of_file = presets[choice], compose("config", overrides=["experiment=presets"])
         for kind in kinds():
             name = f"{kind.key}.name" if kind.base else kind.key
-            is_other = name in chosen and short_name(kind, chosen[name]) != short_name(kind, settings.get(name))
-            if is_other:  # the options in the file are those of another part
+            if name not in chosen:
+                continue
+            before = settings.get(name, settings.get(kind.key, OmegaConf.select(of_file, name)))
+            dropped.add(kind.key)  # where the file has a name alone
+            if short_name(kind, chosen[name]) != short_name(kind, before):  # its options are those of another part
                 dropped |= {key for key in settings if f"{key}.".startswith(f"{kind.options_key}.")}
         settings = {key: value for key, value in settings.items() if key not in dropped} | chosen
     nested: dict[str, Any] = {}
@@ -428,11 +411,17 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
                 return f"{where}{len(unknown)} keys are unknown: {', '.join(unknown)}; correct them"
             return f"{where}{full_key} is an unknown key: {_suggestion(full_key, list(known))}"
         if isinstance(cause, OmegaConfBaseException) and full_key:
+            alone = full_key.removesuffix(".name")
+            if kind_of(alone) is not None and alone in (*given, *in_file):  # the name of a part alone
+                full_key = alone
             there = OmegaConf.select(_settings_file(Path(file)), full_key) if where else "?"
-            value = given.get(full_key, written(there))
-            default = f"the default is {written(known[full_key])}" if full_key in known else "set it"
+            value = given.get(full_key, written(in_file.get(full_key, there)))
+            # Parts that have an option of one name may have other defaults.
+            has_default = full_key in known and kind_of(full_key) is None
+            default = f"the default is {written(known[full_key])}" if has_default else "set it"
             reason = str(cause.msg or cause).splitlines()[0]
-            if isinstance(known.get(full_key), list) or "ListConfig" in reason:
+            is_list = isinstance(known.get(full_key), list) or "is not a ListConfig" in reason
+            if is_list and value != "null" and not value.startswith(("[", "{")):
                 return f"{where}{full_key}={value} has the wrong type: it is a list: write '{full_key}=[{value}]'"
             if any(said in reason for said in ("is not Optional", "Incompatible value 'None'", "issing mandatory")):
                 return f"{where}{full_key}={value} needs a value: {default}"

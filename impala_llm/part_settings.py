@@ -1,14 +1,17 @@
 """Parts among the composed settings: which keys and words are theirs, what words choose; which reference fails."""
 
+import contextlib
 import gc
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
+from hydra import compose
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from impala_llm.plugs import ENGINES, ENVIRONMENTS, PartKind, choose, read_word
+from impala_llm.plugs import ENGINES, ENVIRONMENTS, PartKind, option_values, read_word, short_name
 
 
 @cache
@@ -50,16 +53,96 @@ def choose_part(raw: DictConfig, kind: PartKind, overrides: Sequence[str]) -> No
     words = [read_word(word) for word in overrides if kind_of(word) is kind]
     if not words:
         return
-    in_files = as_plain(OmegaConf.select(raw, kind.options_key))
+    in_files, resolved = as_plain(OmegaConf.select(raw, kind.options_key)), partial(_resolved, raw)
     if kind.base:
         values = part_values(in_files)
-        name, options = choose(kind, values.pop("name", None), values, words)
+        name, options = _choose(kind, values.pop("name", None), values, words, resolved)
         OmegaConf.update(raw, kind.key, {**options, "name": name}, merge=False)
     else:
-        values = in_files if isinstance(in_files, dict) else {}
-        name, options = choose(kind, OmegaConf.select(raw, kind.key), values, words)
+        values = option_values(kind, in_files)
+        name, options = _choose(kind, OmegaConf.select(raw, kind.key), values, words, resolved)
         OmegaConf.update(raw, kind.key, name)
         OmegaConf.update(raw, kind.options_key, options or None, merge=False)
+
+
+def _choose(
+    kind: PartKind,
+    name: Any,
+    values: Mapping[str, Any],
+    words: Sequence[tuple[str, Any]],
+    resolved: Callable[[Any], Any],
+) -> tuple[str, dict[str, Any]]:
+    """Return the name of a part, a packaged one's short name, and the values of its options, from files and words.
+
+    A word that chooses another part than the files do leaves their options behind: those were for theirs.
+
+    Args:
+        name: in the files.
+        values: options in the files.
+        words: key and value of `key=NAME` and `options_key.option=value`.
+        resolved: returns what a name that is a reference refers to.
+
+    Raises:
+        ValueError: options that are none.
+    """
+    chosen, given = name, dict[Any, Any]()
+    for key, value in words:
+        if key == kind.options_key and isinstance(value, Mapping):
+            given |= value
+        elif key == kind.key:
+            chosen = value
+        elif key == kind.options_key:
+            raise ValueError(f"{key}={value} sets no option: write {key}.NAME=value")
+        else:
+            *outer, last = key.removeprefix(f"{kind.options_key}.").split(".")
+            inner = given
+            for section in outer:
+                if not isinstance(inner.setdefault(section, {}), dict):
+                    raise ValueError(f"{key}={value} sets a part of what another word sets whole: leave one out")
+                inner = inner[section]
+            inner[last] = value
+        if kind.base:  # whose parts have their name beside their options
+            chosen = given.pop("name", chosen)
+    is_same = short_name(kind, resolved(chosen)) == short_name(kind, resolved(name))
+    return short_name(kind, chosen), _merged(values, given) if is_same else given
+
+
+def _merged(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, where what is given goes over the values, in mappings inside of them too."""
+    both = dict(values)
+    for key, value in given.items():
+        old = both.get(key)
+        both[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return both
+
+
+def _resolved(raw: DictConfig, name: Any) -> Any:
+    """What the name of a part refers to among the composed settings; the name itself where it is no reference, or one
+    that leads nowhere, which is refused later on."""
+    with contextlib.suppress(OmegaConfBaseException):
+        return OmegaConf.create({"name": name}, parent=raw).name
+    return name
+
+
+def leave_options_behind(raw: DictConfig, words: Sequence[str]) -> None:
+    """Remove the options of a preset's credit or loss where a file of settings names another one, and keep them where
+    it names the same.
+
+    Args:
+        raw: composed from presets and file; changed in place.
+        words: that it was composed with.
+    """
+    file = ConfigStore.instance().load("experiment/file.yaml").node
+    presets = compose(
+        "config", overrides=["experiment=presets" if word == "experiment=file" else word for word in words]
+    )
+    for kind in algorithm_parts().values():
+        found = (OmegaConf.select(each, kind.key) for each in (file, raw, presets))
+        own, node, of_preset = (part_values(as_plain(each)) for each in found)
+        if own.get("name") is not None:
+            is_same = short_name(kind, _resolved(raw, own["name"])) == short_name(kind, of_preset.get("name"))
+            kept = of_preset | node if is_same else {option: node[option] for option in own}
+            OmegaConf.update(raw, kind.key, kept, merge=False)
 
 
 def flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

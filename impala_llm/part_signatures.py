@@ -5,19 +5,24 @@ import copy
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, Field, asdict, field, fields, is_dataclass, make_dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from impala_llm.settings import plain
+
 _TYPES = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 """Types as OmegaConf names them, in words."""
 _CONTAINERS = {
+    "is not a subclass of str": "a text",
     "is not a subclass of": "a mapping of its options",
     "is not a ListConfig": "a list",
+    "DictConfig with ListConfig": "a list",
     "to Dict[": "a mapping",
     "to string": "a text",
 }
@@ -90,7 +95,7 @@ def unusable_type(option: Field[Any], options: type) -> str:
         choices = ", ".join(f'"{choice}"' for choice in get_args(hint))
         fix = f"write {option.name}: str = one_of({choices}), with one_of of impala_llm.settings"
         return f"{option.name} is a Literal: {fix}"
-    written = str(hint).replace("typing.", "") if get_args(hint) else getattr(hint, "__name__", str(hint))
+    written = _written(hint)
     try:
         OmegaConf.structured(make_dataclass("Option", [(option.name, hint)]))
     except (OmegaConfBaseException, AssertionError):  # it asserts that keys are no tuples
@@ -99,8 +104,48 @@ def unusable_type(option: Field[Any], options: type) -> str:
         return f"{option.name} is {written}, which is no type of a setting: {fix}"
     if option.default is None and hint not in (Any, type(None)) and type(None) not in get_args(hint):
         return f"{option.name} is {written} and its default is None: write {option.name}: {written} | None = None"
-    inner = fields(hint) if isinstance(hint, type) and is_dataclass(hint) and hint is not options else ()
-    return next((f"{option.name}.{reason}" for each in inner if (reason := unusable_type(each, hint))), "")
+    if isinstance(hint, type) and is_dataclass(hint) and hint is not options:
+        if hint.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            return f"{option.name} is frozen, so that its options cannot be set: write @dataclass above {written}"
+        if reason := next(filter(None, (unusable_type(each, hint) for each in fields(hint))), ""):
+            return f"{option.name}.{reason}"
+    default = _default(option)
+    with contextlib.suppress(OmegaConfBaseException, ValueError, TypeError):  # a default of a wrong type
+        if default is not MISSING and not _is_kept(hint, default):
+            fix = f"write {option.name}: {_written(_type_of(default))}, or a plain default, such as a text"
+            return f"{option.name} is {written} and a file of settings does not keep its default {default!r}: {fix}"
+    return ""
+
+
+def _written(hint: Any) -> str:
+    """Return an annotation as code has it."""
+    return str(hint).replace("typing.", "") if get_args(hint) else getattr(hint, "__name__", str(hint))
+
+
+def _type_of(value: Any) -> Any:
+    """Return an annotation for a value, with the type of the items of a list or mapping where that is one."""
+    if isinstance(value, list | dict):
+        types = {_type_of(each) for each in (value.values() if isinstance(value, dict) else value)}
+        if len(types) == 1:
+            return dict[str, types.pop()] if isinstance(value, dict) else list[types.pop()]  # type: ignore[misc]
+    return Path if isinstance(value, Path) else type(value)
+
+
+def _is_kept(hint: Any, default: Any) -> bool:
+    """Return whether the default of an option is the same when it is read again from a file of settings.
+
+    Raises:
+        OmegaConfBaseException: it is of a wrong type.
+    """
+    read = OmegaConf.structured(with_defaults(make_dataclass("Option", [("x", hint, _given(default))])))
+    saved: Any = OmegaConf.to_object(read)
+    again = OmegaConf.to_object(OmegaConf.merge(read, escaped(plain(asdict(saved)))))
+    return repr(again) == repr(saved)  # values of other types can be equal
+
+
+def _given(default: Any) -> Any:
+    """Return a field of a dataclass with a default, a copy of it for each instance."""
+    return field(default_factory=partial(copy.copy, default))
 
 
 def _default(option: Field[Any]) -> Any:
@@ -236,8 +281,8 @@ def takes_any(part: Any) -> bool:
 def parameters_of(part: Any) -> type | None:
     """The parameters that a part is called with, as a dataclass; None where it has none.
 
-    A parameter whose type OmegaConf does not know takes any value, or values of its default's type. One whose default
-    would not come back from a file of settings keeps it.
+    A parameter whose type OmegaConf does not know, or with which a file of settings does not keep the default, takes
+    any value, or values of its default's type. One whose default no type keeps is left out.
     """
     try:
         parameters = list(inspect.signature(part).parameters.values())
@@ -249,19 +294,26 @@ def parameters_of(part: Any) -> type | None:
     named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     found = []
     for each in named:
-        given: Any = {}
-        if each.default is not each.empty:
-            is_mutable = isinstance(each.default, list | dict)
-            given = {"default_factory": each.default.copy} if is_mutable else {"default": each.default}
-        is_plain = each.default is each.empty or _is_plain(each.default)
-        of_default = Any if is_plain else Path if isinstance(each.default, Path) else type(each.default)
-        for hint in (hints.get(each.name, Any), of_default):
-            if not is_plain and hint in (Any, list, tuple, dict):
-                continue
+        has_default = each.default is not each.empty
+        own: Any = _given(each.default) if has_default else field()
+        for hint in (hints.get(each.name, Any), Any, _type_of(each.default)):
             try:
-                OmegaConf.structured(with_defaults(make_dataclass("Parameter", [(each.name, hint, field(**given))])))
+                OmegaConf.structured(with_defaults(make_dataclass("Parameter", [(each.name, hint, own)])))
+                if has_default and not _is_kept(hint, each.default):
+                    continue
             except (OmegaConfBaseException, ValueError, TypeError, AssertionError):
                 continue
-            found.append((each.name, hint, field(**given)))
+            found.append((each.name, hint, own))
             break
     return make_dataclass("Parameters", found, kw_only=True) if found else None
+
+
+def lacks_plain_default(part: Any, name: str) -> str:
+    """Return why a parameter of a part is none of `parameters_of`; "" where the part has no parameter of this name."""
+    with contextlib.suppress(TypeError, ValueError):  # of what is no Python function
+        if name in (parameters := inspect.signature(part).parameters):
+            default = parameters[name].default
+            return (
+                f"it is a parameter, and a file of settings does not keep its default {default!r}: give it a plain one"
+            )
+    return ""

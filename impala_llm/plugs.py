@@ -31,6 +31,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from impala_llm.part_signatures import (
     escaped,
+    lacks_plain_default,
     other_methods,
     other_signature,
     parameters_of,
@@ -191,7 +192,7 @@ def import_path(kind: PartKind, name: str) -> Any:
     """
     if name in kind.packaged:
         return kind.packaged[name]
-    if ":" in name:
+    if ":" in name and not name.startswith(("{", "[")):
         return name
     installed = installed_parts(kind)
     if name in installed:
@@ -261,43 +262,6 @@ def _imported(path: str) -> Any:
     return found
 
 
-def choose(
-    kind: PartKind, name: Any, values: Mapping[str, Any], words: Sequence[tuple[str, Any]]
-) -> tuple[str, dict[str, Any]]:
-    """Return the name of a part, a packaged one's short name, and the values of its options, from files and words.
-
-    A word that chooses another part than the files do leaves their options behind: those were for theirs.
-
-    Args:
-        name: in the files.
-        values: options in the files.
-        words: key and value of `key=NAME` and `options_key.option=value`.
-
-    Raises:
-        ValueError: options that are none.
-    """
-    chosen, given = name, dict[Any, Any]()
-    for key, value in words:
-        if key == kind.options_key and isinstance(value, Mapping):
-            given |= value
-        elif key == kind.key:
-            chosen = value
-        elif key == kind.options_key:
-            raise ValueError(f"{key}={value} sets no option: write {key}.NAME=value")
-        else:
-            *outer, last = key.removeprefix(f"{kind.options_key}.").split(".")
-            inner = given
-            for section in outer:
-                if not isinstance(inner.setdefault(section, {}), dict):
-                    raise ValueError(f"{key}={value} sets a part of what another word sets whole: leave one out")
-                inner = inner[section]
-            inner[last] = value
-        if kind.base:  # whose parts have their name beside their options
-            chosen = given.pop("name", chosen)
-    found = short_name(kind, chosen)
-    return found, given if found != short_name(kind, name) else _merged(values, given)
-
-
 def read_word(word: str) -> tuple[str, Any]:
     """Key and value of `key=value` in Hydra's grammar; a list or mapping may be JSON, whose quoted keys that lacks.
 
@@ -314,27 +278,32 @@ def read_word(word: str) -> tuple[str, Any]:
     return parsed.key_or_group, parsed.value()
 
 
-def _merged(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, where what is given goes over the values, in mappings inside of them too."""
-    both = dict(values)
-    for key, value in given.items():
-        old = both.get(key)
-        both[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return both
-
-
 def option_fields(part: type) -> list[Field[Any]]:
     """Return the fields of a credit or loss that are its options."""
     return [f for f in fields(part) if f.name != "name"]
 
 
-def make_options(kind: PartKind, name: str, options: type | None, values: Mapping[str, Any]) -> Any:
+def option_values(kind: PartKind, values: Any) -> dict[str, Any]:
+    """Return the options of a part by name; none where there are no values.
+
+    Raises:
+        ValueError: they are no mapping of names.
+    """
+    key = kind.options_key
+    if values is not None and not isinstance(values, Mapping):
+        raise ValueError(f"{key}={values} sets no option: write {key.rpartition('.')[2]}: {{NAME: value}}")
+    if others := [name for name in values or {} if not isinstance(name, str)]:
+        raise ValueError(f"{key}={values}: the name of an option is a text, and {others[0]} is none: write NAME: value")
+    return dict(values or {})
+
+
+def make_options(kind: PartKind, name: str, options: type | None, values: Any) -> Any:
     """Make the options of a part from plain values.
 
     Args:
         name: of the part, for messages.
         options: their dataclass, which for a kind with `base` is the part; None where there are none.
-        values: by field.
+        values: by field; None for none.
 
     Returns:
         The dataclass; None where the part has no options.
@@ -342,7 +311,7 @@ def make_options(kind: PartKind, name: str, options: type | None, values: Mappin
     Raises:
         ValueError: an unknown option, a wrong type, an option without default that is not given.
     """
-    key, chosen = kind.options_key, f"{kind.key}={name}"
+    key, chosen, values = kind.options_key, f"{kind.key}={name}", option_values(kind, values)
     declared = [] if options is None else option_fields(options) if kind.base else fields(options)
     own = [f.name for f in declared]
     for option, value in values.items():
@@ -360,11 +329,14 @@ def make_options(kind: PartKind, name: str, options: type | None, values: Mappin
         read = merged = OmegaConf.structured(defaults)
         for option, value in ({**values, "name": name} if kind.base else values).items():
             merged = OmegaConf.merge(merged, {option: escaped(value)})
+        option = ""  # what is wrong from here on, the error says
         return OmegaConf.to_object(merged)
     except MissingMandatoryValue as error:
         missing = f"{key}.{error.full_key} is not set, and {chosen} has no default for it: set it"
         raise ValueError(missing) from None
     except OmegaConfBaseException as error:
+        if not option and (found := str(error.full_key).partition(".")[0]) in values:
+            option, value = found, values[found]
         if option:
             raise ValueError(wrong_value(key, read, option, value, error)) from None
         raise ValueError(f"{chosen} cannot be used: {wrong_default(defaults, error)}") from None
@@ -380,13 +352,13 @@ def make_part(kind: PartKind, settings: Mapping[str, Any]) -> Any:
     return make_options(kind, name, load(kind, name), {key: value for key, value in settings.items() if key != "name"})
 
 
-def name_part(kind: PartKind, name: str, values: Mapping[str, Any]) -> tuple[str, Any]:
+def name_part(kind: PartKind, name: str, values: Any) -> tuple[str, Any]:
     """Return the short name of a part and its options, of a kind whose parts are called later on.
 
     Raises:
         ValueError: see `load` and `make_options`.
     """
-    name = short_name(kind, name)
+    name, values = short_name(kind, name), option_values(kind, values)
     part = None if name in kind.settings else load(kind, name)
     options: Any = getattr(part, "Options", None)
     if options is not None and not (isinstance(options, type) and is_dataclass(options)):
@@ -395,7 +367,12 @@ def name_part(kind: PartKind, name: str, values: Mapping[str, Any]) -> tuple[str
         return name, make_options(kind, name, options, values)
     parameters = parameters_of(part)
     own = [] if parameters is None else [each.name for each in fields(parameters)]
-    others = {option: value for option, value in values.items() if option not in own} if takes_any(part) else {}
+    others = {option: value for option, value in values.items() if option not in own}
+    if not takes_any(part):
+        for option, value in others.items():
+            if reason := lacks_plain_default(part, option):
+                raise ValueError(f"{kind.options_key}.{option}={value} is no option of {kind.key}={name}: {reason}")
+        others = {}
     named = make_options(kind, name, parameters, {k: v for k, v in values.items() if k not in others})
     return name, {**({} if named is None else vars(named)), **others} or None
 

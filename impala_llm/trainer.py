@@ -42,7 +42,7 @@ from impala_llm.learning.scoring import Scorers, action_log_probs
 from impala_llm.learning.shaped_rewards import Shaping
 from impala_llm.learning.survey import Survey
 from impala_llm.learning.update import Update, have_gradients, optimizer_steps
-from impala_llm.observability.metrics import MetricLog, declare
+from impala_llm.observability.metrics import MetricError, MetricLog, declare
 from impala_llm.observability.stages import StageTimer
 from impala_llm.processes.limited_warnings import RateLimitedWarnings
 from impala_llm.settings import Config
@@ -73,8 +73,11 @@ class Trainer:
         self.log = MetricLog()
         """Metrics of the update."""
         self.credit, self.loss = parts_of(config.algorithm)
-        declare("credit", self.credit.metrics)
-        declare("loss", self.loss.metrics)
+        for key, part in (("credit", self.credit), ("loss", self.loss)):
+            try:
+                declare(key, part.metrics)
+            except MetricError as error:
+                raise MetricError(f"algorithm.{key}={part.name} cannot be used: {error}") from None
         self.timer = StageTimer()
         # After its check, which is exact only in float32.
         model.compute_in(

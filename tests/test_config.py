@@ -147,6 +147,13 @@ def test_a_name_that_is_too_long_for_a_file_is_refused_as_any_other(key: str):
         ("learner: {epochs: '${learner.epochs}'}", ["learner.epochs=${learner.epochs} ", "write the value itself"]),
         ("learner: {epochs: '${nope}'}", ["learner.epochs=${nope} ", "'nope' not found"]),
         ("learner: {batch_size: null}", ["learner.batch_size=null needs a value: the default is 64"]),
+        ("run: {name: [a]}", ["run.name=[a] has the wrong type: a text is expected; the default is impala"]),
+        ("run: {metric_writers: [null]}", ["run.metric_writers[0]=null has the wrong type: a text is expected"]),
+        ("model: {lora: {targets: null}}", ["model.lora.targets=null needs a value: the default is "]),
+        (
+            "algorithm: {loss: {name: ppo_clip, clip_low: '???'}}",
+            ["algorithm.loss.clip_low=??? needs a value: set it"],
+        ),
         ("defaults: [nope]", ["defaults has 'nope'", "override /algorithm: vtrace"]),
     ],
 )
@@ -156,6 +163,30 @@ def test_a_bad_setting_of_a_file_is_named_with_file_key_value_and_fix(tmp_path: 
         load([f"experiment={tmp_path}/my.yaml"])
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "slot", "value", "said"),
+    [
+        ("env", "corridor", "args", "num_words=5", "env.args=num_words=5"),
+        ("env", "corridor", "args", "[{num_words: 5}]", "env.args=[{'num_words': 5}]"),
+        ("env", "corridor", "args", "'${run.seed}'", "env.args=0"),
+        ("engine", "torch", "options", "3", "engine.options=3"),
+    ],
+)
+@pytest.mark.parametrize("words", [[], ["env.args.num_turns=2", "engine.options.x=2"]])
+def test_options_in_a_file_are_a_mapping(
+    tmp_path: Path, key: str, name: str, slot: str, value: str, said: str, words: list[str]
+) -> None:
+    (tmp_path / "my.yaml").write_text(f"{key}: {{name: {name}, {slot}: {value}}}")
+    words = ["model=scratch", *(word for word in words if word.startswith(key))]
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)} sets no option: write {slot}: {{NAME: value}}$"):
+        load([*words, f"experiment={tmp_path}/my.yaml"])
+
+
+def test_a_mapping_beside_a_group_sets_several_settings_of_it() -> None:
+    config = load(["model=scratch", "env={name: corridor}", "engine={name: torch}"])
+    assert (config.env.name, config.engine.name) == ("corridor", "torch")
 
 
 @pytest.mark.parametrize("value", ["{a", '{"a": }', "[1, 2"])
@@ -172,6 +203,20 @@ def test_a_preset_leaves_the_options_of_another_part_behind(tmp_path: Path) -> N
     assert (config.algorithm.credit.name, config.algorithm.entropy_coef) == ("vtrace", 0.5)
     with pytest.raises(ConfigError, match="algorithm=nope is not known: choose one of"):
         load([f"experiment={tmp_path}/my.yaml", "algorithm=nope"])
+
+
+@pytest.mark.parametrize("choice", ["icepop", "decoupled_ppo"])
+@pytest.mark.parametrize("loss", ["{clip_low: 0.11}", "decoupled_ppo"])
+def test_a_preset_leaves_the_options_of_the_part_that_the_presets_of_the_file_name(
+    tmp_path: Path, loss: str, choice: str
+) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(f"defaults: [{{override /algorithm: icepop}}]\nalgorithm: {{loss: {loss}}}")
+    found = load(["model=scratch", f"experiment={file}", f"algorithm={choice}"]).algorithm.loss
+    assert (found.name, found.clip_low) == ("decoupled_ppo", 0.11 if "0.11" in loss else 0.2)  # type: ignore[attr-defined]
+    file.write_text("defaults: [{override /env: reasoning_gym}]\nenv: {args: {config: {min_terms: 3}}}")
+    env = load(["model=scratch", f"experiment={file}", f"algorithm={choice}", "env=reasoning_gym"]).env
+    assert env.args.config == {"min_terms": 3}
 
 
 def test_none_is_null_on_the_command_line() -> None:
@@ -332,6 +377,17 @@ def test_none_is_null_on_the_command_line() -> None:
         (
             ["run.name=${oc.env:NOT_SET}"],
             ["run.name=${oc.env:NOT_SET} ", "'NOT_SET' not found", "write the value itself"],
+        ),
+        (["env.args={1: 2}"], ["env.args={1: 2}: the name of an option is a text, and 1 is none: write NAME: value"]),
+        (["env.name={a: 1}"], ["env.name={'a': 1} is not known: choose one of webshop"]),
+        (["algorithm.loss={name: {a: 1}}"], ["algorithm.loss={'a': 1} is not known: choose one of reinforce"]),
+        (["run.metric_writers=[{a: 1}]"], ["run.metric_writers={'a': 1} is not known: choose one of tensorboard"]),
+        (["engine.urls={a: 1}"], ["engine.urls={a: 1} has the wrong type: a list is expected"]),
+        (["algorithm=ppo", "algorithm.loss.clip_low=???"], ["algorithm.loss.clip_low=??? needs a value: set it"]),
+        (["algorithm.loss=???"], ["algorithm.loss=??? needs a value: set it"]),
+        (
+            ["algorithm=ppo", "algorithm.loss.clip_low='\\${x}'"],
+            ["algorithm.loss.clip_low=${x} has the wrong type: a number is expected; the default is 0.2"],
         ),
         (["learner.batch_size=1,2"], ["learner.batch_size=1,2 has several values", "give one"]),
         (["run.name=${nosuch:x}"], ["run.name=${nosuch:x} ", "nosuch", "write the value itself"]),

@@ -96,6 +96,37 @@ def tabular(table: dict[tuple[int, int], float] = {}, size: int = 1):
     suite.args = (table, size)
     return suite
 
+@dataclass(frozen=True)
+class Fixed:
+    x: int = 3
+
+@dataclass
+class OfFixed(Reinforce):
+    inner: Fixed = field(default_factory=Fixed)
+
+@dataclass
+class OfAny(Reinforce):
+    kind: Any = Kind.short
+
+@dataclass
+class OfList(Reinforce):
+    files: list = field(default_factory=lambda: [Path("x")])
+
+class OfUnion(Suite):
+    @dataclass
+    class Options:
+        file: str | Path = Path("y")
+
+def unions(kind: str | Kind = Kind.short, file: str | Path = Path("y"), clip: Clip = Clip(), texts: str | list = "a"):
+    suite = Suite()
+    suite.args = (kind, file, clip, texts)
+    return suite
+
+def lists(files=[Path("a.txt")], kinds={"a": Kind.short}, both=[Path("a"), Kind.long], tags={1}, n=1):
+    suite = Suite()
+    suite.args = (files, kinds, both, tags)
+    return suite
+
 def untyped(kind=Kind.short, kinds=[Kind.short], file=Path("x"), listed: list = [Kind.long], **others):
     suite = Suite()
     suite.args = (kind, kinds, file, listed, others)
@@ -147,6 +178,26 @@ def own(user_folder: Path) -> Path:
         ([f"{LOSS}:OfWorse"], "of its option inner.bad.x has the wrong type: a whole number is expected"),
         ([f"{LOSS}:OfBads"], "of its option inners[0].x has the wrong type: a whole number is expected"),
         ([f"{LOSS}:OfOdd"], "its option inner.tags is set[str], which is no type of a setting: write tags: Any, "),
+        ([f"{LOSS}:OfFixed"], "its option inner is frozen, so that its options cannot be set: write @dataclass above"),
+        (
+            [f"{LOSS}:OfAny"],
+            "its option kind is Any and a file of settings does not keep its default <Kind.short: 1>: write kind: Kind",
+        ),
+        (
+            [f"{LOSS}:OfList"],
+            "does not keep its default [PosixPath('x')]: write files: list[pathlib.Path], or a plain default",
+        ),
+        (["env=own_options:OfUnion"], "does not keep its default PosixPath('y'): write file: Path, or a plain"),
+        *(
+            (
+                ["env=own_options:lists", f"env.args.{name}=[b]"],
+                f"env.args.{name}=['b'] is no option of env.name=own_options:lists: it is a parameter, and a file of "
+                f"settings does not keep its default {default}: give it a plain one",
+            )
+            for name, default in {"both": "[PosixPath('a'), <Kind.long: 2>]", "tags": "{1}"}.items()
+        ),
+        (["env=own_options:untyped", "env.args={1: 2}"], "env.args={1: 2}: the name of an option is a text, and 1 is"),
+        (["env=own_options:lists", "env.args.tgs=1"], "its options are files, kinds, n"),
         (
             [f"{LOSS}:Listed", "algorithm.loss.items=[{need: x}]"],
             "algorithm.loss.items=[{'need': 'x'}]: need has the wrong type: a whole number is expected",
@@ -169,17 +220,27 @@ def test_a_parameter_with_a_type_that_is_none_of_a_setting_takes_any_value(own: 
 
 
 def test_defaults_that_are_no_plain_values_are_the_same_when_the_settings_are_read_again(own: Path) -> None:
-    words = ["model=scratch", "env=own_options:untyped", "env.args.depth=3"]
-
     def arguments(*more: str) -> Any:
-        config = load([*words, *more])
+        config = load(["model=scratch", *more])
         (own / "saved.yaml").write_text(to_yaml(config))
         assert load(["experiment=saved.yaml"]) == config
         suite = make_suite(load(["experiment=saved.yaml"]).env)
         return suite.args  # type: ignore[attr-defined]
 
-    kind, kinds, file, listed, others = arguments()
+    words = ["env=own_options:untyped", "env.args.depth=3"]
+    kind, kinds, file, listed, others = arguments(*words)
     assert (kind.name, [each.name for each in (*kinds, *listed)], file) == ("short", ["short", "long"], Path("x"))
     assert others == {"depth": 3}
-    kind, _, file, *_ = arguments("env.args.kind=long", "env.args.file=y")
+    kind, _, file, *_ = arguments(*words, "env.args.kind=long", "env.args.file=y")
     assert (kind.name, file) == ("long", Path("y"))
+    kind, file, clip, texts = arguments("env=own_options:unions")
+    assert (kind.name, file, clip.low, texts) == ("short", Path("y"), 0.1, "a")
+    kind, file, clip, texts = arguments("env=own_options:unions", "env.args.clip.low=1", "env.args.texts=[b]")
+    assert (kind.name, file, clip.low, texts) == ("short", Path("y"), 1.0, ["b"])
+
+
+def test_lists_and_mappings_take_values_of_the_type_of_their_default_s_items(own: Path) -> None:
+    config = load(["model=scratch", "env=own_options:lists", "env.args.files=[b.txt]", "env.args.kinds.b=long"])
+    files, kinds, both, _ = make_suite(config.env).args  # type: ignore[attr-defined]
+    assert (files, {name: kind.name for name, kind in kinds.items()}) == ([Path("b.txt")], {"a": "short", "b": "long"})
+    assert both[0] == Path("a")

@@ -46,6 +46,17 @@ def test_a_name_may_be_a_reference(read: Read) -> None:
     assert read(PARTS, *words).algorithm.loss.name == "reinforce"
 
 
+@pytest.mark.parametrize("file", ["ppo_clip", "'${run.name}'"])
+@pytest.mark.parametrize("word", ["ppo_clip", "'${run.name}'"])
+def test_a_part_that_a_reference_names_keeps_the_options_of_the_file(read: Read, file: str, word: str) -> None:
+    text = f"algorithm: {{loss: {{name: {file}, clip_low: 0.15}}}}"
+    config = read(text, "run.name=ppo_clip", f"algorithm.loss={word}")
+    assert (config.algorithm.loss.name, config.algorithm.loss.clip_low) == ("ppo_clip", 0.15)  # type: ignore[attr-defined]
+    assert read(PARTS, "run.name=corridor", "env.name='${run.name}'").env.args.num_words == 5
+    preset = f"defaults: [{{override /algorithm: icepop}}]\n{text}".replace("ppo_clip", "decoupled_ppo")
+    assert read(preset, "run.name=decoupled_ppo").algorithm.loss.proximal == "recomputed"  # type: ignore[attr-defined]
+
+
 FINE = "learner.batch_size='${run.seed}'"
 
 

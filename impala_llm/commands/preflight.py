@@ -29,7 +29,7 @@ from impala_llm.envs.webshop.hard_catalogue import check_limits
 from impala_llm.gpus import visible_gpus
 from impala_llm.hosts import TcpEndpoint, check_connect, rank_endpoint, resolve
 from impala_llm.learning.checkpoints.resume import how_to_start
-from impala_llm.observability.metrics import MetricError, declarations
+from impala_llm.observability.metrics import METRICS, MetricError, declarations
 from impala_llm.pipeline.network.keys import KeyFileError, load_actor_keys, load_learner_keys
 from impala_llm.pipeline.network.listener import check_known, try_to_listen
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError
@@ -82,10 +82,10 @@ def check_warm_start(config: Config) -> None:
 
 def _own_metrics(config: Config) -> list[str]:
     """Metrics of the credit or the loss that cannot be logged."""
-    found = []
+    found, declared = [], dict(METRICS)
     for key, part in (("credit", config.algorithm.credit), ("loss", config.algorithm.loss)):
         try:
-            declarations(key, part.metrics)
+            declared |= declarations(key, part.metrics, declared)
         except MetricError as error:
             found.append(f"algorithm.{key}={part.name} cannot be used: {error}")
     return found

@@ -136,21 +136,21 @@ def _weight(name: str, part: Any) -> float:
 
 def _config(name: str, part: Mapping[str, Any]) -> EnvConfig:
     """The settings of a part as those of an environment of its own."""
-    args = dict(part.get("args") or {})
-    here, key = f"env.args.parts.{name}", f"{ENVIRONMENTS.options_key}."
+    args, here, key = part.get("args"), f"env.args.parts.{name}", ENVIRONMENTS.options_key
     try:
         if short_name(ENVIRONMENTS, part["name"]) == "webshop":
             shop = make_options(ENVIRONMENTS, "webshop", WebShopConfig, args)
             config = EnvConfig(name="webshop", webshop=shop)
-            found = field_problems(config.webshop, key)
+            found = field_problems(config.webshop, f"{key}.")
         else:
             chosen, options = name_part(ENVIRONMENTS, part["name"], args)
             config = EnvConfig(name=chosen, args=options)
-            found = field_problems(options, key) if is_dataclass(options) else []
+            found = field_problems(options, f"{key}.") if is_dataclass(options) else []
         if found:
             raise ValueError(found[0])
     except ValueError as error:
-        raise ValueError(str(error).replace(key, f"{here}.args.").replace(ENVIRONMENTS.key, f"{here}.name")) from None
+        said = str(error).replace(f"{key}.", f"{here}.args.").replace(f"{key}=", f"{here}.args=")
+        raise ValueError(said.replace(ENVIRONMENTS.key, f"{here}.name")) from None
     return config
 
 

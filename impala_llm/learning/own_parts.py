@@ -223,14 +223,15 @@ def _require_metrics(name: str, credit: Credit, metrics: object) -> None:
         metric, value, weight = each
         _require_name(name, credit, metric)
         numbers = value if isinstance(value, tuple) else (value,)
+        of_four = metric.endswith("explained_variance")  # as observability/metrics.py has it
         if not all(_is_number(x[()] if isinstance(x, np.ndarray) else x) for x in (*numbers, weight)):
             raise PartFault(
                 f"{name} returned metric {metric} = {_kind(value)} with weight {_kind(weight)}: real numbers in the "
-                "range of a float are expected"
+                f"range of a float are expected{', the metric as a tuple of four' if of_four else ''}"
             )
-        size = 4 if metric.endswith("explained_variance") else 1  # as observability/metrics.py has it
-        if len(numbers) != size:
-            raise PartFault(f"{name} returned metric {metric} of {len(numbers)} numbers: {size} expected")
+        if len(numbers) != (4 if of_four else 1):
+            expected = "a tuple of four numbers" if of_four else "one number"
+            raise PartFault(f"{name} returned metric {metric} of {len(numbers)} numbers: {expected} is expected")
         if not 0.0 <= float(weight) < math.inf:
             raise PartFault(
                 f"{name} returned metric {metric} with weight {float(weight)}: the number of items that the value is a "

@@ -331,12 +331,13 @@ def declare(part: str, meanings: Mapping[str, str]) -> None:
     METRICS.update(declarations(part, meanings))
 
 
-def declarations(part: str, meanings: Mapping[str, str]) -> dict[str, Metric]:
+def declarations(part: str, meanings: Mapping[str, str], declared: Mapping[str, Metric] = METRICS) -> dict[str, Metric]:
     """Return the metrics of a credit or loss by their whole names.
 
     Args:
         part: what a name without `/` is logged under.
         meanings: by name; one in `_max`, `_min` or `explained_variance` is combined by that, others are means.
+        declared: metrics that have a meaning already, by their whole names.
 
     Raises:
         MetricError: no names with their meanings; one that has another meaning already, or that no loss can return.
@@ -351,8 +352,8 @@ def declarations(part: str, meanings: Mapping[str, str]) -> dict[str, Metric]:
         if part == "loss" and kind is Aggregation.EXPLAINED:
             raise MetricError(f"metric {short!r} is formed of four numbers, and a loss returns scalars: rename it")
         found[name] = metric = Metric(name, kind, meaning)
-        if METRICS.get(name, metric) != metric:
-            raise MetricError(f"metric {name!r} means {METRICS[name].meaning!r} already: give yours another name")
+        if declared.get(name, metric) != metric:
+            raise MetricError(f"metric {name!r} means {declared[name].meaning!r} already: give yours another name")
     return found
 
 

@@ -379,4 +379,5 @@ def test_a_metric_with_two_meanings_ends_the_learner_with_a_sentence(own: Path) 
     command = [sys.executable, "-m", "impala_llm.learner", *words]
     done = subprocess.run(command, cwd=own, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2, done.stderr
-    assert "metric 'loss/policy' means" in done.stderr and "Traceback" not in done.stderr
+    assert "algorithm.loss=my_parts:Clashing cannot be used: metric 'loss/policy' means" in done.stderr
+    assert "Traceback" not in done.stderr

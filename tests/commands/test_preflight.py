@@ -149,6 +149,19 @@ def test_metrics_of_an_own_loss_that_cannot_be_logged_are_refused(
     assert "algorithm.loss=my_metrics:Mine cannot be used: " in message and said in message
 
 
+def test_a_metric_that_means_something_else_in_the_credit_and_in_the_loss_is_refused(
+    refused: Callable[..., str], user_folder: Path
+) -> None:
+    (user_folder / "my_metrics.py").write_text(
+        "from impala_llm.algorithms.losses import Reinforce\n"
+        "from impala_llm.algorithms.vtrace import GAE\n"
+        "class Credit(GAE):\n    metrics = {**GAE.metrics, 'mine/x': 'of the credit'}\n"
+        "class Loss(Reinforce):\n    metrics = {'mine/x': 'of the loss'}\n"
+    )
+    said = refused("algorithm.credit=my_metrics:Credit", "algorithm.loss=my_metrics:Loss")
+    assert "algorithm.loss=my_metrics:Loss cannot be used: metric 'mine/x' means 'of the credit' already" in said
+
+
 def test_a_file_of_tasks_that_is_missing_is_refused(refused: Callable[..., str]) -> None:
     assert "env.args.file=sum.jsonl is no file" in refused("env=tasks", "env.args.file=sum.jsonl", "model=scratch")
 

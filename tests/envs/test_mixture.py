@@ -78,6 +78,8 @@ def test_what_was_saved_loads_again(tmp_path: Any) -> None:
             "parts.a.args.catalogue_seed=x has the wrong",
         ),
         (["env.args.parts.a={name: webshop, args: {max_steps: 0}}"], r"parts\.a\.args\.max_steps=0 is out of range"),
+        (["env.args.parts.a={name: parrot, args: 3}"], r"parts\.a\.args=3 sets no option: write args: {NAME: value}"),
+        (["env.args.parts.a={name: webshop, args: 3}"], r"parts\.a\.args=3 sets no option: write args: {NAME: value}"),
         (["env.args.parts.a={name: parrot, weight: 0}"], "env.args.parts.a.weight=0"),
         (["env.args.parts.a={name: parot}"], "did you mean parrot"),
         (["env.args.parts.a={name: parrot, args: {words: 3}}"], "num_words"),

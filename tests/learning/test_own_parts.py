@@ -134,8 +134,15 @@ def test_a_loss_may_return_the_metrics_of_a_packaged_one_that_it_calls() -> None
         (Worth(ONES, metrics=[("m", ONES, 1.0)]), r"metric m = a tensor of shape \[3\]"),  # type: ignore[list-item]
         (Worth(ONES, metrics=[("m", np.ones(3), 1.0)]), "metric m = a ndarray with"),  # type: ignore[list-item]
         (Worth(ONES, metrics=[("m", np.array(1j), 1.0)]), "metric m = a ndarray with"),  # type: ignore[list-item]
-        (Worth(ONES, metrics=[("m", (1.0, 2.0), 1.0)]), "metric m of 2 numbers: 1 expected"),
-        (Worth(ONES, metrics=[("explained_variance", 1.0, 1.0)]), "metric explained_variance of 1 numbers: 4 expected"),
+        (Worth(ONES, metrics=[("m", (1.0, 2.0), 1.0)]), "metric m of 2 numbers: one number is expected"),
+        (
+            Worth(ONES, metrics=[("explained_variance", 1.0, 1.0)]),
+            "metric explained_variance of 1 numbers: a tuple of four numbers is expected",
+        ),
+        (
+            Worth(ONES, metrics=[("explained_variance", [1.0, 2.0, 3.0, 4.0], 1.0)]),
+            "metric explained_variance = a list .* are expected, the metric as a tuple of four",
+        ),
         (Worth(ONES, metrics=[("m", 1.0, float("nan"))]), "metric m with weight nan: the number of items"),
         (Worth(ONES, metrics=[("m", 1.0, float("inf"))]), "metric m with weight inf: the number of items"),
         (Worth(ONES, metrics=[("m", 1.0, torch.tensor(-1.0))]), "metric m with weight -1.0: the number of items"),  # type: ignore[list-item]
@@ -250,7 +257,7 @@ def episodes(sum_over_ranks: Callable[..., Any] = list) -> Episodes:
         (lambda e: Prepared(e.returns, None), "returned metrics = a NoneType: a sequence"),
         (lambda e: Prepared(LEARNED), "returned advantages with a gradient.*: detach them"),
         (lambda e: Prepared(e.returns, [("m", "x", 1.0)]), "returned metric m = a str"),
-        (lambda e: Prepared(e.returns, [("m", (1.0, 2.0), 1.0)]), "returned metric m of 2 numbers: 1 exp"),
+        (lambda e: Prepared(e.returns, [("m", (1.0, 2.0), 1.0)]), "returned metric m of 2 numbers: one number is exp"),
     ],
 )
 def test_a_mistake_in_a_credit_s_prepare_is_named(result: Callable[[Episodes], Any], said: str) -> None:
