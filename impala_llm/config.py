@@ -40,7 +40,7 @@ from impala_llm.part_settings import (
     leave_options_behind,
     part_values,
 )
-from impala_llm.part_signatures import escaped, type_expected
+from impala_llm.part_signatures import escaped, plain, type_expected
 from impala_llm.plugs import (
     AGENTS,
     ENGINES,
@@ -58,7 +58,7 @@ from impala_llm.plugs import (
     short_name,
 )
 from impala_llm.processes.cgroups import num_cores, thread_limit
-from impala_llm.settings import PACKAGE, AlgorithmConfig, Config, EngineConfig, EnvConfig, leaves, plain, written
+from impala_llm.settings import PACKAGE, AlgorithmConfig, Config, EngineConfig, EnvConfig, leaves, written
 
 
 class ConfigError(ValueError):

@@ -48,9 +48,10 @@ from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import AsyncSession, Scripted, Session, Split, Suite
 from impala_llm.learning.policy.model_files import base_checksum
 from impala_llm.learning.policy.policy_files import resolve_policy
+from impala_llm.part_signatures import plain
 from impala_llm.processes.stop_signals import ToldToStop
 from impala_llm.rollout import ChatFormat, EpisodeAborted, EpisodeLimits, EpisodeSpec, Turn, play_episode
-from impala_llm.settings import Config, holds_run, model_directory, plain, written
+from impala_llm.settings import Config, holds_run, model_directory, written
 from impala_llm.writable_folders import removed_if_refused, try_to_write, writing_to
 
 _KEEP_EVERY_S = 60.0

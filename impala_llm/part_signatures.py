@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import inspect
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, field, fields, is_dataclass, make_dataclass
@@ -13,8 +14,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
-
-from impala_llm.settings import plain
 
 _TYPES = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 """Types as OmegaConf names them, in words."""
@@ -250,6 +249,17 @@ def with_defaults(options: type) -> Any:
         default = each.default if each.default_factory is MISSING else each.default_factory()
         object.__setattr__(instance, each.name, "???" if default is MISSING else escaped(default))
     return instance
+
+
+def plain(value: Any) -> Any:
+    """A value as YAML and JSON have it: of an enumeration the name, of a path the text."""
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if isinstance(value, Enum):
+        return value.name
+    return str(value) if isinstance(value, os.PathLike) else value
 
 
 def escaped(value: Any) -> Any:

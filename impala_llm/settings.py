@@ -5,7 +5,6 @@ A long file, since whoever looks for a setting should have one to look in.
 Invariant: nothing here looks at another setting, or at more of the machine than whether a file is there.
 """
 
-import enum
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -742,17 +741,6 @@ def written(value: object) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(written, value))}]"
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
-
-
-def plain(value: Any) -> Any:
-    """A value as YAML and JSON have it: of an enumeration the name, of a path the text."""
-    if isinstance(value, Mapping):
-        return {key: plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
-    if isinstance(value, enum.Enum):
-        return value.name
-    return str(value) if isinstance(value, os.PathLike) else value
 
 
 def leaves(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -22,6 +22,7 @@ from impala_llm.learning.checkpoints.kept_settings import keep_settings
 from impala_llm.learning.checkpoints.policy_folders import learned_policies
 from impala_llm.learning.policy.model_files import model_checksum
 from impala_llm.part_settings import algorithm_parts
+from impala_llm.part_signatures import plain
 from impala_llm.pipeline.shm.run_directory import (
     Left,
     RunDirectoryError,
@@ -32,7 +33,7 @@ from impala_llm.pipeline.shm.run_directory import (
 from impala_llm.pipeline.shm.store_header import settings_of
 from impala_llm.plugs import short_name
 from impala_llm.processes.supervised import LOST_OWNER, SUPERVISED
-from impala_llm.settings import Config, holds_run, leaves, model_directory, plain, written
+from impala_llm.settings import Config, holds_run, leaves, model_directory, written
 from impala_llm.writable_folders import try_to_write, writing_to
 
 _MUST_AGREE = (
