@@ -256,14 +256,13 @@ class TicketLedger:
     def outdated(self, ticket_id: int, actor_id: str, episode_id: str) -> bool:
         """Grant a ticket again whose trajectory is of older weights than it demands.
 
-        An actor that outlives the learner's host brings such trajectories: in a run that goes on from a checkpoint, the
-        tickets that it holds demand later versions than before. So the first such episode of a ticket does not count as
-        an attempt. The next ones do, see `failed`: otherwise an actor could have a ticket granted again without end.
+        An actor that outlives the learner's host brings them: after the checkpoint its tickets demand later versions.
+        So the first such episode of a ticket does not count as an attempt. The next ones do, see `failed`, so that no
+        actor has a ticket granted again without end.
 
         Args:
             ticket_id: of the ticket; no effect if it is not open at this actor.
-            actor_id: of the actor that sent the trajectory.
-            episode_id: of the trajectory, the same for all unrolls of an episode.
+            actor_id, episode_id: of the trajectory.
 
         Returns:
             Whether the attempt has failed.
@@ -272,12 +271,11 @@ class TicketLedger:
             entry = self._table.entries.get(ticket_id)
             if entry is None or entry.state is not TicketState.OPEN or entry.actor_id != actor_id:
                 return False
-            # The actor gives a ticket up with each unroll that is refused, so that each has it granted again.
             if entry.outdated_episode not in (None, episode_id) or entry.episode_id is not None:
                 self.failed(ticket_id, actor_id)
                 return True
             entry.outdated_episode = episode_id
-            self._table.grant_again(entry)
+            self._table.grant_again(entry)  # for each unroll: with each the actor gives the ticket up
             return False
 
     def refused(self, ticket_id: int, actor_id: str) -> None:
