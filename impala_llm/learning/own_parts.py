@@ -247,10 +247,9 @@ def _require_name(name: str, part: Credit | Loss, metric: object) -> None:
     ours: Mapping[str, Any] = CREDITS if isinstance(part, Credit) else LOSSES
     names = {metric, f"{key}/{metric}", metric.removeprefix(f"{key}/")}
     if all(names.isdisjoint(each.metrics) for each in (part, *ours.values())):
-        raise PartFault(
-            f"{name} returned the metric {metric}, which its class does not declare: add "
-            f'`metrics = {{"{metric}": "what it means"}}`'
-        )
+        line = f'"{metric}": "what it means"'
+        fix = f"add {line} to its `metrics`" if part.metrics else f"add `metrics = {{{line}}}`"
+        raise PartFault(f"{name} returned the metric {metric}, which its class does not declare: {fix}")
 
 
 def _is_number(value: object) -> bool:

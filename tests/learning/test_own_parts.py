@@ -155,7 +155,7 @@ def test_a_loss_may_return_the_metrics_of_a_packaged_one_that_it_calls() -> None
         (Worth(ONES, metrics=3.0), "metrics = a float: a sequence of"),  # type: ignore[arg-type]
         (
             Worth(ONES, metrics=[("n", 1.0, 1.0)]),
-            'the metric n, which its class does not declare: add `metrics = {"n": "what it means"}`',
+            'the metric n, which its class does not declare: add "n": "what it means" to its `metrics`',
         ),
         (Worth(ONES, metrics=[(3, 1.0, 1.0)]), "a metric named 3: a text is expected"),  # type: ignore[list-item]
     ],
@@ -163,6 +163,15 @@ def test_a_loss_may_return_the_metrics_of_a_packaged_one_that_it_calls() -> None
 def test_a_credit_s_mistake_is_named(worth: Worth, said: str) -> None:
     with pytest.raises(PartFault, match=f"algorithm.credit=mine:OwnCredit returned {said}"):
         call_credit(OwnCredit(name="mine:OwnCredit", worth=worth), scored(), BATCH, None)
+
+
+def test_a_class_that_declares_no_metric_is_shown_the_whole_line() -> None:
+    class Silent(OwnLoss):
+        metrics: ClassVar[dict[str, str]] = {}
+
+    said = 'the metric n, which its class does not declare: add `metrics = {"n": "what it means"}`'
+    with pytest.raises(PartFault, match=f"algorithm.loss=mine:OwnLoss returned {said}"):
+        call_loss(Silent(lambda s, a: LossOutput(-a * s.log_probs, {"n": torch.tensor(1.0)}, ONES)), scored(), ONES)
 
 
 def test_values_need_no_gradient_where_nothing_is_fitted_to_them() -> None:
