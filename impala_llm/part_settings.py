@@ -2,8 +2,8 @@
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from hydra import compose
@@ -53,34 +53,30 @@ def choose_part(raw: DictConfig, kind: PartKind, overrides: Sequence[str]) -> No
     words = [read_word(word) for word in overrides if kind_of(word) is kind]
     if not words:
         return
-    in_files, resolved = as_plain(OmegaConf.select(raw, kind.options_key)), partial(_resolved, raw)
+    in_files = as_plain(OmegaConf.select(raw, kind.options_key))
     if kind.base:
         values = part_values(in_files)
-        name, options = _choose(kind, values.pop("name", None), values, words, resolved)
+        name, options = _choose(raw, kind, values.pop("name", None), values, words)
         OmegaConf.update(raw, kind.key, {**options, "name": name}, merge=False)
     else:
         values = option_values(kind, in_files)
-        name, options = _choose(kind, OmegaConf.select(raw, kind.key), values, words, resolved)
+        name, options = _choose(raw, kind, OmegaConf.select(raw, kind.key), values, words)
         OmegaConf.update(raw, kind.key, name)
         OmegaConf.update(raw, kind.options_key, options or None, merge=False)
 
 
 def _choose(
-    kind: PartKind,
-    name: Any,
-    values: Mapping[str, Any],
-    words: Sequence[tuple[str, Any]],
-    resolved: Callable[[Any], Any],
+    raw: DictConfig, kind: PartKind, name: Any, values: Mapping[str, Any], words: Sequence[tuple[str, Any]]
 ) -> tuple[str, dict[str, Any]]:
     """Return the name of a part, a packaged one's short name, and the values of its options, from files and words.
 
     A word that chooses another part than the files do leaves their options behind: those were for theirs.
 
     Args:
+        raw: composed settings, to which a name may refer.
         name: in the files.
         values: options in the files.
         words: key and value of `key=NAME` and `options_key.option=value`.
-        resolved: returns what a name that is a reference refers to.
 
     Raises:
         ValueError: options that are none.
@@ -103,7 +99,7 @@ def _choose(
             inner[last] = value
         if kind.base:  # whose parts have their name beside their options
             chosen = given.pop("name", chosen)
-    is_same = short_name(kind, resolved(chosen)) == short_name(kind, resolved(name))
+    is_same = short_name(kind, _resolved(raw, chosen)) == short_name(kind, _resolved(raw, name))
     return short_name(kind, chosen), _merged(values, given) if is_same else given
 
 
@@ -117,8 +113,8 @@ def _merged(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 
 
 def _resolved(raw: DictConfig, name: Any) -> Any:
-    """What the name of a part refers to among the composed settings; the name itself where it is no reference, or one
-    that leads nowhere, which is refused later on."""
+    """Return the name of a part with its reference to another setting resolved. One that leads nowhere stays: it is
+    refused later on."""
     with contextlib.suppress(OmegaConfBaseException):
         return OmegaConf.create({"name": name}, parent=raw).name
     return name

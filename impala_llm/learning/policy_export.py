@@ -87,7 +87,7 @@ class PolicyExport:
         self._together = Together(ranks)
         self._pieces: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {}
         self._made: tuple[torch.dtype | None, list[object], dict[str, TensorSource]] | None = None
-        """What `tensors` has returned last, for which type and weights at which addresses."""
+        """Type, addresses of the weights and result of the last call of `tensors`."""
 
     @property
     def sharing(self) -> SharedWriting | None:

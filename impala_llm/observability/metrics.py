@@ -259,7 +259,7 @@ _DECLARED = (
     ("pipeline/received", _SUM, "trajectories received since the last step"),
     ("pipeline/refused", _SUM, "malformed trajectories, or again of too old weights, refused since the last step"),
     ("pipeline/duplicates", _SUM, "trajectories received a second time and dropped since the last step"),
-    ("pipeline/regranted", _SUM, "tickets granted again, as the actor failed or the weights were too old"),
+    ("pipeline/regranted", _SUM, "tickets granted again since the last step: actor failed, or weights too old"),
     ("pipeline/expired", _SUM, "tickets taken from actors that brought nothing in time, since the last step"),
     ("pipeline/recovered", _SUM, "acknowledged trajectories that a restarted learner found, at its first step"),
     ("pipeline/quarantined", _SUM, "trajectories set aside after the learner died twice over them, at its first step"),
