@@ -34,7 +34,7 @@ from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.engines import make_engine
 from impala_llm.engines.base import Engine, EngineError, ModelRefused, ServerUnfit
 from impala_llm.engines.sglang.engine import SGLangEngine
-from impala_llm.environment_faults import EnvironmentBroken, EnvironmentFaults, failure_reason
+from impala_llm.environment_faults import BlockingWatchdog, EnvironmentBroken, EnvironmentFaults, failure_reason
 from impala_llm.envs import contract
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.evaluation.episodes import EvaluationEpisodes, evaluation_slots
@@ -59,7 +59,7 @@ from impala_llm.pipeline.transport.messages import (
     Shutdown,
     WeightsAnnounced,
 )
-from impala_llm.processes.supervised import end_with_supervisor, keep_exit_codes, report_progress, tell
+from impala_llm.processes.supervised import end_with_supervisor, keep_exit_codes, report_progress, say, tell
 from impala_llm.rollout import ChatFormat, EpisodeLimits, EpisodeSpec, play_episode
 from impala_llm.settings import Config
 from impala_llm.trajectory import Trajectory
@@ -135,6 +135,9 @@ class Actor:
     async def run(self) -> None:
         """Play until the learner says stop, or is silent for too long. Raises ModelRefused, ServerUnfit, own errors."""
         self.channels.hello()
+        silence_s = self.config.pipeline.actor_timeout_s  # from then on the learner takes it for dead
+        longest_s = max(self.config.actor.episode_timeout_s, 3 * silence_s)
+        BlockingWatchdog(self.suite.name, silence_s, longest_s, lambda text: say(f"{self.actor_id}: {text}")).start()
         reporter = Reporter(self.engine.stats())
         try:
             while not self.stopping:

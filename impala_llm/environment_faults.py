@@ -1,13 +1,18 @@
 """Faults of an environment, and errors of the engine, at an actor: how long to wait after each, and when there have
 been too many."""
 
+import asyncio
+import os
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 
 from impala_llm.engines.base import EngineError
+from impala_llm.envs import contract
 from impala_llm.envs.contract import EnvironmentFault
-from impala_llm.plugs import raised_at
+from impala_llm.plugs import own_line, raised_at
 from impala_llm.rollout import ENGINE_AWAITED, EpisodeAborted
 
 
@@ -88,3 +93,67 @@ class EnvironmentFaults:
         """Whether there have been so many, for so long, that the next ones will not be better."""
         is_lasting = self._clock() - self._since >= self._patience_s
         return self._num_breaches >= self.MOST_IN_A_ROW or (self.num_in_a_row >= self.MOST_IN_A_ROW and is_lasting)
+
+
+class BlockingWatchdog(threading.Thread):
+    """Warns of an environment that blocks the event loop of its actor, and ends the process where that goes on.
+
+    Such a call holds up all episodes, and no time-out reaches it. To be made in the event loop.
+    Seconds are counted by pauses of this thread: a process that was suspended has blocked nothing meanwhile.
+
+    Args:
+        env: name of the environment, for messages.
+        warn_s, end_s: seconds without a turn of the loop after which it warns, and after which it ends the process.
+        warn: called with the warning.
+        end: called with the reason; by default it prints that, and the stack, and exits with 1.
+        pause_s: seconds between two looks.
+    """
+
+    def __init__(
+        self,
+        env: str,
+        warn_s: float,
+        end_s: float,
+        warn: Callable[[str], object],
+        end: Callable[[str], object] | None = None,
+        pause_s: float = 1.0,
+    ) -> None:
+        super().__init__(name="blocking-watchdog", daemon=True)
+        self._env, self._warn_s, self._end_s, self._pause_s = env, warn_s, end_s, pause_s
+        self._warn, self._end = warn, end or self._exit
+        self._loop, self._looping = asyncio.get_running_loop(), threading.get_ident()
+
+    def run(self) -> None:
+        answered = threading.Event()
+        while not self._loop.is_closed():
+            answered.clear()
+            try:
+                self._loop.call_soon_threadsafe(answered.set)
+            except RuntimeError:  # it was closed just now
+                return
+            blocked_s, is_told = 0.0, False
+            while not answered.wait(self._pause_s) and not self._loop.is_closed():
+                blocked_s += self._pause_s
+                is_told = is_told or (blocked_s >= self._warn_s and self._tell(self._warn, blocked_s))
+                if blocked_s >= self._end_s and self._tell(self._end, blocked_s):
+                    return
+            time.sleep(self._pause_s)
+
+    def _tell(self, how: Callable[[str], object], blocked_s: float) -> bool:
+        """Returns whether the environment is what blocks: engines may, while they load or compile."""
+        stack = self._stack()
+        if not any(frame.filename == contract.__file__ for frame in stack):
+            return False
+        how(
+            f"env {self._env} has blocked its actor for {blocked_s:g} s{own_line(stack)}, and its episodes wait for it: "
+            f"let it wait in an `async def`, by await; an actor that is blocked for {self._end_s:g} s is ended"
+        )
+        return True
+
+    def _stack(self) -> traceback.StackSummary:
+        return traceback.extract_stack(sys._current_frames().get(self._looping))
+
+    def _exit(self, reason: str) -> None:
+        sys.stderr.write("".join(self._stack().format()))
+        print(reason, file=sys.stderr, flush=True)
+        os._exit(1)  # an exception cannot reach the thread that is blocked

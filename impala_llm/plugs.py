@@ -412,11 +412,16 @@ def _meant_option(kind: PartKind, name: str, option: str, own: Sequence[str]) ->
 
 
 def raised_at(error: BaseException) -> str:
-    """Return ", in FILE:LINE" for the line of somebody's own code at which an error arose; empty if there is none.
+    """Return `own_line` of the place at which an error arose."""
+    return own_line(traceback.extract_tb(error.__traceback__))
+
+
+def own_line(stack: Iterable[traceback.FrameSummary]) -> str:
+    """Return ", in FILE:LINE" for the line of somebody's own code on a stack; empty if there is none.
 
     That is the innermost frame outside of this package, of installed packages and of Python's library, and the
     innermost frame of all where the code is theirs.
     """
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    frames = [frame for frame in stack if not frame.filename.startswith("<")]
     own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)] or frames
     return f", in {own[-1].filename}:{own[-1].lineno}" if own else ""

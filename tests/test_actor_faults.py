@@ -1,6 +1,8 @@
 """Environments that fail again and again: printed once, answered slowly, ended in the end; engines that begin anew."""
 
 import asyncio
+import re
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ import pytest
 from impala_llm.actor import Actor
 from impala_llm.config import load
 from impala_llm.engines.base import EngineError, EngineStats, Generation, SamplingParams
-from impala_llm.environment_faults import EnvironmentFaults, failure_reason, is_fault
+from impala_llm.environment_faults import BlockingWatchdog, EnvironmentFaults, failure_reason, is_fault
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.learning.policy.scratch import make_scratch_policy
@@ -102,6 +104,48 @@ def test_an_answer_counts_although_the_environment_has_cancelled_its_own_task() 
 
     session: Any = SimpleNamespace(step=answer)
     assert asyncio.run(contract.step(session, "go", "maze"))[0] == "page"
+
+
+@pytest.mark.parametrize("is_coroutine", [False, True])
+def test_an_environment_that_blocks_its_actor_is_told_once_and_then_ends_it(is_coroutine: bool) -> None:
+    said: list[str] = []
+    ended = threading.Event()
+
+    def block(action: str) -> Any:
+        assert ended.wait(60)
+        return "page", 0.0, False, False, {}
+
+    async def step(action: str) -> Any:
+        await asyncio.sleep(0)
+        return block(action)
+
+    def end(reason: str) -> None:
+        said.append(f"ended: {reason}")
+        ended.set()
+
+    async def play() -> None:
+        BlockingWatchdog("maze", 0.02, 0.05, said.append, end, pause_s=0.01).start()
+        await contract.step(SimpleNamespace(step=step if is_coroutine else block), "go", "maze")  # type: ignore[arg-type]
+
+    asyncio.run(play())
+    told, over = said
+    where = rf", in {__file__}:\d+, and its episodes wait for it: let it wait in an `async def`, by await"
+    assert re.match(rf"env maze has blocked its actor for 0\.0\d+ s{where}", told)
+    assert re.match(rf"ended: env maze has blocked its actor for 0\.0[5-9]\d* s{where}", over)
+
+
+def test_an_environment_that_awaits_and_other_code_that_blocks_are_not_told() -> None:
+    said: list[str] = []
+
+    async def play() -> None:
+        BlockingWatchdog("maze", 0.02, 0.05, said.append, said.append, pause_s=0.01).start()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await contract.step(Waits(), "go", "maze")  # type: ignore[arg-type]
+        threading.Event().wait(0.2)  # as an engine that compiles
+
+    asyncio.run(play())
+    assert not said
 
 
 def test_an_episode_that_is_given_up_is_no_fault_and_its_end_may_take_time() -> None:

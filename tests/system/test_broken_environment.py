@@ -118,14 +118,26 @@ def test_pages_that_leave_no_room_for_a_completion_end_the_run_with_the_fix(tmp_
 
 
 @pytest.mark.system
-def test_the_time_of_a_run_ends_it_while_it_waits(tmp_path: Path) -> None:
-    """The environment stands still after some updates; its episodes have more time than the run."""
-    settings = ("experiment=toy", "actor.num_actors=1", "learner.total_updates=100000", "learner.max_minutes=0.1")
+def test_the_time_of_a_run_ends_it_while_it_waits_for_an_environment_that_blocks_its_actors(tmp_path: Path) -> None:
+    """The environment stands still after some updates. Its actor is started again, and there it does so anew."""
+    settings = (
+        "experiment=toy",
+        "actor.num_actors=1",
+        "learner.total_updates=100000",
+        "learner.max_minutes=0.15",
+        "pipeline.actor_timeout_s=1.5",
+        "pipeline.heartbeat_s=0.2",
+        "actor.episode_timeout_s=2",
+    )
     with Run(tmp_path / "run", *settings) as run:
         run.python_path.insert(0, break_environment(tmp_path / "patch", 300, "__import__('time').sleep(1000)"))
         assert run.train().wait(120) == 0, run.printed()
         run.assert_gone()
         assert run.rows() and (tmp_path / "run" / "policy" / "model.safetensors").is_file()
+        printed = run.log.read_text()
+        assert "actor-0: env parrot has blocked its actor for 2 s" in printed
+        assert "actor 0 died (exit code 1), again in 1 s: env parrot has blocked its actor for 5 s" in printed
+        assert "in step" in (tmp_path / "run" / "logs" / "actor-0.log").read_text(), "where it stands"
 
 
 OWN_LOSS = """
