@@ -145,7 +145,7 @@ class BlockingWatchdog(threading.Thread):
         if not any(frame.filename == contract.__file__ for frame in stack):
             return False
         how(
-            f"env {self._env} has blocked its actor for {blocked_s:g} s{own_line(stack)}, and its episodes wait for it: "
+            f"env {self._env} has blocked its actor for {blocked_s:g} s{own_line(stack)}, and its episodes wait: "
             f"let it wait in an `async def`, by await; an actor that is blocked for {self._end_s:g} s is ended"
         )
         return True

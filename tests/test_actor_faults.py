@@ -129,7 +129,7 @@ def test_an_environment_that_blocks_its_actor_is_told_once_and_then_ends_it(is_c
 
     asyncio.run(play())
     told, over = said
-    where = rf", in {__file__}:\d+, and its episodes wait for it: let it wait in an `async def`, by await"
+    where = rf", in {__file__}:\d+, and its episodes wait: let it wait in an `async def`, by await"
     assert re.match(rf"env maze has blocked its actor for 0\.0\d+ s{where}", told)
     assert re.match(rf"ended: env maze has blocked its actor for 0\.0[5-9]\d* s{where}", over)
 

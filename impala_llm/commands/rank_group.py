@@ -36,6 +36,8 @@ def look(config: Config, overrides: Sequence[str], num_gpus: int) -> tuple[str, 
     Returns:
         The state in words, and problems, each with what to do.
     """
+    if config.learner.num_processes == 1 and config.learner.sharding != "fsdp2":  # which has a group of one
+        return "not tried: a learner of one process needs none (learner.num_ranks=2 tries it)", []
     is_nccl = config.model.device != "cpu" and num_gpus > 1
     kind = "NCCL" if is_nccl else "gloo"
     with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +64,4 @@ def look(config: Config, overrides: Sequence[str], num_gpus: int) -> tuple[str, 
             return f"{state} in {time.monotonic() - began:.1f} s with the start of both", []
         why = f"no answer in {LIMIT_S:.0f} s" if code is None else f"exit code {code}"
         fix = f"does {kind.upper()}_SOCKET_IFNAME name an interface of this host, and does a firewall let it through?"
-        failure = f"it failed ({why}{ranks.last_log_line()})"
-        if config.learner.num_processes == 1 and config.learner.sharding != "fsdp2":  # which has a group of one
-            return f"{state}: {failure}; a learner of one process needs none", []
-        return state, [f"{failure}: {fix}"]
+        return state, [f"it failed ({why}{ranks.last_log_line()}): {fix}"]

@@ -88,7 +88,7 @@ class Child:
     rendezvous_dir: Path | None = None
     """Folder in which several ranks find each other."""
     forks: ForkServer | None = None
-    """Starts its process; None: the supervisor does, as it does where there are several."""
+    """Starts its processes; None: the supervisor does."""
     processes: list[Process] = field(default_factory=list)
     restarts: int = 0
     """Number of restarts since it last made progress."""
@@ -140,7 +140,7 @@ class Child:
         )
 
     def start_process(self, environment: dict[str, str], told: int) -> Process:
-        if self.forks is not None and self.num_ranks in (None, 1):  # several are told apart by their environment
+        if self.forks is not None:
             return self.forks.start(self.command, environment, self.log, told)
         # A session of its own: Ctrl-C reaches the supervisor alone, which ends the others in order.
         with contextlib.nullcontext() if self.log is None else self._open_log(self.log) as out:

@@ -70,7 +70,7 @@ def examine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Examine:
 
 def test_a_host_on_which_nothing_is_wrong(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    code, found = examine("actor.num_actors=0")
+    code, found = examine("actor.num_actors=0", "learner.num_ranks=2")
     assert code == 0, found
     assert "python 3." in found["versions"]["state"] and "torch 2." in found["versions"]["state"]
     assert f"{shutil.disk_usage('/dev/shm').total / 1e9:.1f} GB" in found["shared memory"]["state"]
@@ -138,7 +138,7 @@ def test_a_process_group_without_a_network_is_wrong(examine: Examine, monkeypatc
     assert "GLOO_SOCKET_IFNAME" in problem and "nosuch0" in problem
     _, found = examine()
     assert found["process group"]["problems"] == []
-    assert "it failed" in found["process group"]["state"] and "a learner of one process needs none" in str(found)
+    assert "not tried: a learner of one process needs none" in found["process group"]["state"]
 
 
 def test_the_memory_of_a_small_model_is_in_megabytes() -> None:

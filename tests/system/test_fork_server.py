@@ -1,5 +1,6 @@
 """Processes that a fork server starts are as those that start by themselves."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -18,14 +19,34 @@ from impala_llm.processes.fork_server import ForkedProcess, ForkServer, can_fork
 from impala_llm.settings import PACKAGE
 from tests.system.runs import START_S, Run
 
-pytestmark = [pytest.mark.system, pytest.mark.skipif(not can_fork(), reason="no fork server on this host")]
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(not can_fork(), reason="no fork server on this host"),
+    pytest.mark.xdist_group("fork_server"),  # several use the same one
+]
+
+
+@contextlib.contextmanager
+def fork_server(**environment: str) -> Iterator[ForkServer]:
+    forks = ForkServer({**os.environ, "PYTHONPATH": str(PACKAGE.parent), FAMILY: "0" * 32, **environment})
+    try:
+        yield forks
+    finally:
+        forks.close()
 
 
 @pytest.fixture
 def server() -> Iterator[ForkServer]:
-    forks = ForkServer({**os.environ, "PYTHONPATH": str(PACKAGE.parent), FAMILY: "0" * 32})
-    yield forks
-    forks.close()
+    """A server that a test may kill."""
+    with fork_server() as forks:
+        yield forks
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[ForkServer]:
+    """A server that stays."""
+    with fork_server() as forks:
+        yield forks
 
 
 def start(server: ForkServer, log: Path, *settings: str, **environment: str) -> ForkedProcess:
@@ -51,10 +72,10 @@ def has_started(process: ForkedProcess) -> bool:
 
 
 def test_a_forked_process_has_its_own_session_command_line_environment_and_log(
-    server: ForkServer, tmp_path: Path
+    shared: ForkServer, tmp_path: Path
 ) -> None:
     log = tmp_path / "a log"
-    waiting = start(server, log, GREETING="hello to you", **{FAMILY: "1" * 32})
+    waiting = start(shared, log, GREETING="hello to you", **{FAMILY: "1" * 32})
     wait_for(lambda: has_started(waiting))
     assert waiting.pid is not None
     seen = psutil.Process(waiting.pid)
@@ -66,20 +87,25 @@ def test_a_forked_process_has_its_own_session_command_line_environment_and_log(
     waiting.signal_group(signal.SIGTERM)
     assert waiting.wait() == -signal.SIGTERM
 
-    refused = start(server, tmp_path / "another", "actor.num_actors=many", GREETING="hello")
+    refused = start(shared, tmp_path / "another", "actor.num_actors=many", GREETING="hello")
     assert refused.wait() == 2
     assert "actor.num_actors" in (tmp_path / "another").read_text()
     assert "actor.num_actors" not in log.read_text()
 
 
-def test_what_the_interpreter_prints_at_its_start_is_no_event(tmp_path: Path) -> None:
+def test_what_the_interpreter_prints_at_its_start_is_no_event_and_exit_codes_come_although_sigchld_was_ignored(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('hello from the site')")
     path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
-    forks = ForkServer({**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", FAMILY: "0" * 32})
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as some launchers have it
     try:
-        assert start(forks, tmp_path / "log", "actor.num_actors=many").wait() == 2
+        with fork_server(PYTHONPATH=path, PYTHONUNBUFFERED="1") as forks:
+            refused = start(forks, tmp_path / "log", "actor.num_actors=many")  # which starts the server, too
+            signal.signal(signal.SIGCHLD, before)
+            assert refused.wait() == 2
     finally:
-        forks.close()
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_all_end_with_their_server_and_another_one_starts_the_next(server: ForkServer, tmp_path: Path) -> None:
@@ -119,11 +145,11 @@ def test_a_request_that_a_dead_server_has_not_read_leaves_no_error_behind(
     assert errors == []
 
 
-def test_what_is_told_to_end_before_it_is_forked_does_not_stay(server: ForkServer, tmp_path: Path) -> None:
-    cancelled = start(server, tmp_path / "cancelled")  # it would wait for ever
+def test_what_is_told_to_end_before_it_is_forked_does_not_stay(shared: ForkServer, tmp_path: Path) -> None:
+    cancelled = start(shared, tmp_path / "cancelled")  # it would wait for ever
     cancelled.signal_group(signal.SIGTERM)
     assert cancelled.poll() == -signal.SIGTERM
-    behind = start(server, tmp_path / "log")
+    behind = start(shared, tmp_path / "log")
     wait_for(lambda: has_started(behind))
     assert cancelled.poll() == -signal.SIGTERM
     forker = psutil.Process(behind.pid).parent()
@@ -174,12 +200,3 @@ def test_processes_end_although_their_server_is_stopped(server: ForkServer, tmp_
     end([child], polite=False)
     wait_for(lambda: not psutil.pid_exists(pid or 0))
     assert child.poll() is not None and not psutil.pid_exists(forker.pid)
-
-
-def test_exit_codes_come_although_a_launcher_has_had_sigchld_ignored(server: ForkServer, tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
-        refused = start(server, tmp_path / "log", "actor.num_actors=many")  # which starts the server, too
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-    assert refused.wait() == 2

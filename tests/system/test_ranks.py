@@ -20,10 +20,10 @@ TENSOR = ("learner.num_ranks=1", "learner.tensor_parallel=2")
 
 
 def learners(run: Run) -> dict[int, psutil.Process]:
-    """Processes of the learner, by their number."""
+    """Processes of the learner, by their number: they are started in this order."""
     found = run.processes(str(ROOT / "impala_llm" / "learner.py"))
-    environments = [(process, process.environ()) for process in found]  # torchrun itself has no rank
-    return {int(variables["RANK"]): process for process, variables in environments if "RANK" in variables}
+    found = [process for process in found if "torch.distributed.run" not in process.cmdline()]
+    return dict(enumerate(sorted(found, key=lambda process: (process.create_time(), process.pid))))
 
 
 @pytest.mark.system
