@@ -60,6 +60,7 @@ def evaluate(
     tasks_label: str,
     num_examples: int = 0,
     run: Run = asyncio.run,
+    position: str = "",
 ) -> tuple[Result, list[Example]]:
     """Play the tasks greedily.
 
@@ -67,13 +68,14 @@ def evaluate(
         policy: Hugging Face directory.
         suite: whose split `config.evaluation.split` is played; sessions are not in training mode.
         num_examples: episodes to return as text: the first ones, in canonical order.
+        position: of this evaluation among several, to be shown in front of its label.
 
     Raises ConfigError where the first observation of a task leaves no room for a completion.
     """
     contract.warn_of_shared_tasks(suite, config.evaluation.split)  # type: ignore[arg-type]
     tasks = contract.tasks(suite, config.evaluation.split)[: config.evaluation.num_tasks]  # type: ignore[arg-type]
     transcripts: dict[int, list[Turn]] = {task: [] for task in tasks[:num_examples]}
-    with counting(f"{short_label(label)}: {tasks_label}", len(tasks)) as played:
+    with counting(f"{position}{short_label(label)}: {tasks_label}", len(tasks)) as played:
         chat = ChatFormat.of(policy, suite.system_prompt)
         episodes: list[Trajectory] = run(_play_all(config, policy, suite, tasks, chat, transcripts, played))
     result = result_of(
@@ -230,6 +232,7 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
             suites.append((unseen, f", {tasks_name(shop, 'unseen')}"))
     results: list[Result] = []
     examples: list[Example] = []
+    num_rounds, rounds = len(suites) * len(policies), itertools.count(1)
     with reserved_servers(config), asyncio.Runner() as runner:
         for number, (suite, which) in enumerate(suites):
             label = f"{suite.name}{which}, split {config.evaluation.split}"
@@ -239,7 +242,8 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
             results += evaluate_baselines(config, suite, label, runner.run)
             for name, path in policies.items():
                 wanted = config.evaluation.num_examples if number == 0 else 0
-                result, read = evaluate(config, path, suite, name, label, wanted, runner.run)
+                position = f"{next(rounds)} of {num_rounds}, " if num_rounds > 1 else ""
+                result, read = evaluate(config, path, suite, name, label, wanted, runner.run, position)
                 results.append(result)
                 examples = read or examples
     return results, examples

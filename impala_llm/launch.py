@@ -201,9 +201,8 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
             _show(learner, view)  # where the policy is
             position = view.position
     if stop_signal():
-        at = f" at update {position}" if position else ""
         onward = "; the same command goes on with it" if can_go_on(config) else ""
-        say(f"the run was interrupted by {signal_name(stop_signal())}{at}{onward}")
+        say(f"the run was interrupted by {signal_name(stop_signal())}{_when(position, config)}{onward}")
         return 128 + stop_signal()
     # An actor has found settings that will fail again: all actors have the same ones.
     unfit = [child for child in children if _has_bad_settings(child)]
@@ -215,6 +214,13 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
     if code not in (STOPPED, NOT_SAVED) and not learner.is_given_up:  # which was said
         say(f"the learner has ended ({exit_reason(code)}){learner.last_log_line()}")
     return code if code >= 0 else 128 - code
+
+
+def _when(position: str, config: Config) -> str:
+    """How far a run was, by the position that its terminal shows."""
+    if position.partition(" ")[0] == str(config.learner.total_updates):
+        return " after its last update"
+    return f" at update {position}" if position else ""
 
 
 def _keep_actor(actor: Child, actors: Sequence[Child], final: Sequence[int]) -> bool:

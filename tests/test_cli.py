@@ -91,6 +91,15 @@ def test_help_searches_keys_and_meanings_in_any_case(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.startswith("algorithm.max_staleness=")
 
 
+def test_help_knows_the_names_of_other_trainers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--help", "LR"]) == 0
+    first, second, *rest = capsys.readouterr().out.splitlines()
+    assert first == "LR, as other trainers call it:" and second.startswith("learner.learning_rate=")
+    assert any("already" in line for line in rest), "and what else has the word"
+    assert cli.main(["train", "--help", "rloo"]) == 0
+    assert "algorithm=group_relative algorithm.credit=rloo" in capsys.readouterr().out
+
+
 def test_help_takes_settings_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--help", "max_staleness"]) == 0
     alone = capsys.readouterr().out

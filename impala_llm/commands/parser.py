@@ -208,12 +208,26 @@ def show_help(command: str, words: Sequence[str]) -> int:
         counts = ", ".join(f"{part} ({number})" for part, number in parts().items())
         print(f"{HELP[command]}\n\n{textwrap.fill(SETTINGS_HELP.format(command, counts), width)}")
         return 0
-    if settings := reference(word, width, settings_given):
-        print(settings)
+    found = [_familiar(word, width), reference(word, width, settings_given)]
+    if any(found):
+        print("\n\n".join(filter(None, found)))
         return 0
     unknown = f"impala-llm: no setting has {word!r} in its key or meaning: see `impala-llm {command} --help`"
     print(unknown, file=sys.stderr)
     return 2
+
+
+def _familiar(word: str, width: int) -> str:
+    """What a word is here that other trainers have for a setting or a preset; empty where it is none."""
+    from impala_llm.checks.familiar_names import FAMILIAR_CHOICES, FAMILIAR_NAMES
+    from impala_llm.commands.settings_reference import reference
+
+    if meant := FAMILIAR_NAMES.get(word.lower()):
+        return f"{word}, as other trainers call it:\n{reference(meant, width)}"
+    of_word = {key.partition("=")[2]: key for key in FAMILIAR_CHOICES}
+    if key := of_word.get(word.lower()):
+        return f"{word} is here:\n    {key.partition('=')[0]}={FAMILIAR_CHOICES[key]}"
+    return ""
 
 
 def options(command: str, words: Sequence[str]) -> tuple[bool, list[str]]:

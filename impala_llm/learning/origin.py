@@ -93,7 +93,7 @@ def find_origin(run_folder: Path, newest: WeightReader | None, versions: Version
         damaged = ", ".join(path.name for path in checkpoints(run_folder))
         raise CheckpointError(
             f"no checkpoint in {run_folder / FOLDER} is whole ({damaged}), and nothing of the run is left in shared "
-            "memory: restore the files of one from a copy, or set another run.name, and run.dir where it is given"
+            "memory: restore the files of one from a copy, or set another run.name, and another run.dir if you set one"
         )
     checkpoint = None
     if update >= 0:
@@ -186,7 +186,7 @@ def _compare_bases(bases: Mapping[str, int], checkpoint: CheckpointReader) -> No
             raise ConfigError(
                 f"{word} has other weights than those that checkpoint {folder.name} was trained with, under its "
                 "adapters, as its reference or as its teacher: put these back, or train its policy further with "
-                f"model.path={folder / POLICY} and another run.name, and run.dir where it is given"
+                f"model.path={folder / POLICY} and another run.name, and another run.dir if you set one"
             )
 
 

@@ -43,7 +43,7 @@ _STARTED_AT = 19
 """Index of the start time in /proc/PID/stat, proc_pid_stat(5), after the name."""
 
 
-RUN_FIX = "end it first, or set another run.name, and run.dir where it is given"
+RUN_FIX = "end it first, or set another run.name, and another run.dir if you set one"
 """Fix to offer where the folder of a run is in use."""
 
 

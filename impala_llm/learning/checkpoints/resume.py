@@ -219,7 +219,7 @@ def _anew(folder: Path) -> str:
     trained = folder / "policy"
     path = shlex.quote(f"model.path={trained}")
     onward = f" ({path} goes on from its policy)" if model_directory(str(trained)) else ""
-    return f"set another run.name, and run.dir where it is given{onward}"
+    return f"set another run.name, and another run.dir if you set one{onward}"
 
 
 def _removed(name: str) -> str:
