@@ -293,6 +293,7 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
             from impala_llm.gateway.tasks import tried_suite
 
             tried_suite(config)  # a run leaves it to its actors: it may take seconds
+            print("impala-llm: a run with these settings would begin; nothing was started", file=sys.stderr)
             return 0
 
     folder = Path(config.run.dir)
