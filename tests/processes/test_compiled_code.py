@@ -13,7 +13,7 @@ from impala_llm.processes.compiled_code import keep_compiled_code
 SHOWS = """
 import os
 from pathlib import Path
-import impala_llm.learner
+import {imports}
 from impala_llm.processes.compiled_code import keep_compiled_code
 keep_compiled_code(Path({otherwise!r}))
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -21,10 +21,10 @@ print(cache_dir())
 """
 
 
-def found(home: Path, otherwise: Path, **given: str) -> Path:
-    """The folder that torch uses in a new process, after the learner's imports, which are torch's too."""
+def found(home: Path, otherwise: Path, imports: str = "torch", **given: str) -> Path:
+    """The folder that torch uses in a new process, after these imports."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
-    code = SHOWS.format(otherwise=str(otherwise))
+    code = SHOWS.format(imports=imports, otherwise=str(otherwise))
     environment |= {"HOME": str(home), **given}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     return Path(done.stdout.splitlines()[-1])
@@ -58,7 +58,7 @@ def test_a_library_whose_compiler_was_killed_is_removed(tmp_path: Path, monkeypa
 
 @pytest.mark.system
 def test_compiled_layers_lie_where_no_other_user_can_put_code(tmp_path: Path) -> None:
-    lasting = found(tmp_path, tmp_path / "run")
+    lasting = found(tmp_path, tmp_path / "run", "impala_llm.learner")
     assert lasting == tmp_path / ".cache" / "impala_llm" / "inductor" and lasting.stat().st_mode & 0o777 == 0o700
     own = tmp_path / "own"
     assert found(tmp_path, tmp_path / "run", TORCHINDUCTOR_CACHE_DIR=str(own)) == own
