@@ -157,7 +157,7 @@ def serve() -> None:
 
 def start(words: list[str], folder: str, environment: dict[str, str], out: str, errors: str) -> int:
     """Fork a process that runs a command. Returns its number."""
-    append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    append = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY
     streams = [os.open(os.devnull, os.O_RDONLY), *(os.open(path, append, 0o666) for path in (out, errors))]
     child = os.fork()
     for own, stream in enumerate(streams):
@@ -175,12 +175,14 @@ def become(words: list[str], folder: str, environment: dict[str, str]) -> NoRetu
 
     os.chdir(folder)
     path = environment["PYTHONPATH"].split(os.pathsep)
-    if words[0] == "train" and not any((Path(each) / "sitecustomize.py").exists() for each in path):
+    if words[0] in ("train", "actors") and not any((Path(each) / "sitecustomize.py").exists() for each in path):
         stand_by()
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:1] = [folder, *path]  # as `python -m` has it
     np.random.seed()  # the generator of `random` does so by itself
+    if sys.stdout.isatty():
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if words[0] in SCRIPTS:
         importlib.import_module(f"impala_llm.{words[0]}").run(words[1:])
     sys.argv[1:] = words

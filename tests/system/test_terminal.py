@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import signal
-import sys
 import uuid
 from pathlib import Path
 
@@ -21,8 +20,8 @@ PATIENCE_S = 30.0
 
 def watch(columns: int, directory: Path, *settings: str) -> Watched:
     name = f"test-{uuid.uuid4().hex[:12]}"
-    command = [sys.executable, "-m", "impala_llm.cli", "train", *settings, f"run.name={name}", "run.dir=outputs/first"]
-    return Watched(columns, command, directory, {MARK: name, "PYTHONPATH": str(ROOT)})
+    command = ["train", *settings, f"run.name={name}", "run.dir=outputs/first"]
+    return Watched(columns, command, directory, {MARK: name, "PYTHONPATH": str(ROOT)}, is_forked=True)
 
 
 def all_that_was_seen(watched: Watched) -> str:
@@ -40,7 +39,7 @@ def test_a_quickstart_always_moves_fits_its_terminal_and_ends_with_where_everyth
             "the learner and its actors are starting",
             "learner: actor-0 joined, 1 connected",
             r"update    2 \(100%\)  \d:\d\d gone  actors 1",
-            "loading what evaluates the policy",
+            "1 of 4, before: webshop",
             r"after: webshop, unseen catalogue 7, split test.* 8/8",
             r"after\s+-\s+before\s+over\s+8\s+tasks:[\s\S]+?score",  # folded between two words
         ):
@@ -95,11 +94,9 @@ def test_a_learner_and_actors_started_by_hand_say_what_they_wait_for_and_do(tmp_
     name = f"test-{uuid.uuid4().hex[:12]}"
     settings = ["experiment=toy", f"run.name={name}", "run.dir=out", "learner.total_updates=60"]
     environment = {MARK: name, "PYTHONPATH": str(ROOT)}
-    actors_command = [sys.executable, "-m", "impala_llm.cli", "actors", *settings]
-    learner_command = [sys.executable, str(ROOT / "impala_llm/learner.py"), *settings]
-    with Watched(80, actors_command, tmp_path, environment) as actors:
+    with Watched(80, ["actors", *settings], tmp_path, environment, is_forked=True) as actors:
         actors.wait_for(lambda: "waiting for the learner" in actors.text, "the news", START_S, PATIENCE_S)
-        with Watched(80, learner_command, tmp_path, environment) as learner:
+        with Watched(80, ["learner", *settings], tmp_path, environment, is_forked=True) as learner:
             learner.wait_for(lambda: "learner: actor-0 joined, 1 connected" in learner.text, "an actor", START_S)
             actors.wait_for(lambda: "1 of 1 actors play" in actors.text, "an episode", START_S, PATIENCE_S)
             assert learner.wait(START_S) == 0

@@ -23,16 +23,27 @@ from types import TracebackType
 import psutil
 import pyte
 
+from tests.system.forked_command import ForkedProcess, command_server
+
 ROWS = 200
 """Rows of both terminals: nothing of a short run scrolls away."""
 WIDE = 1000
 
 
 class Watched:
-    """A command under way in a terminal of this many columns. Leaving the context kills it, with its process group."""
+    """A command under way in a terminal of this many columns. Leaving the context kills it, with its process group.
+
+    Args:
+        command: a program with its arguments; or where `is_forked` the words of a `forked_command`.
+    """
 
     def __init__(
-        self, columns: int, command: Sequence[str], cwd: Path, environment: Mapping[str, str] | None = None
+        self,
+        columns: int,
+        command: Sequence[str],
+        cwd: Path,
+        environment: Mapping[str, str] | None = None,
+        is_forked: bool = False,
     ) -> None:
         self.columns = columns
         self.seen: list[tuple[float, str]] = []
@@ -51,9 +62,14 @@ class Watched:
             "COLUMNS": str(columns),
             "LINES": "50",
         }
-        self._process = subprocess.Popen(
-            command, cwd=cwd, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
-        )
+        self._process: subprocess.Popen[bytes] | ForkedProcess
+        if is_forked:
+            name = Path(os.ttyname(theirs))
+            self._process = command_server().start(command, cwd, environment, name, name)
+        else:
+            self._process = subprocess.Popen(
+                command, cwd=cwd, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+            )
         os.close(theirs)
 
     def __enter__(self) -> "Watched":
@@ -63,7 +79,10 @@ class Watched:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            if isinstance(self._process, ForkedProcess):
+                self._process.kill()
+            else:
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         os.close(self._terminal)
 
