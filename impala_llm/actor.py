@@ -14,27 +14,28 @@ files on the way there stand in docs/pipeline.md, "Code path of a trajectory and
 """
 
 import gc
+import sys
+from pathlib import Path
 
 if __name__ == "__main__":
     gc.disable()  # there is no garbage among what is imported, and to look for it took a fifth of a start
+    sys.path[:1] = {*sys.path[:1]} - {str(Path(__file__).resolve().parent)}  # whose modules would hide a user's
 
 import asyncio
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import NoReturn
 
 from impala_llm.config import ConfigError, load, threads_per_process
 from impala_llm.engines import make_engine
 from impala_llm.engines.base import Engine, EngineError, ModelRefused, ServerUnfit
 from impala_llm.engines.sglang.engine import SGLangEngine
-from impala_llm.environment_faults import BlockingWatchdog, EnvironmentBroken, EnvironmentFaults, failure_reason
+from impala_llm.environment_faults import EnvironmentBroken, EnvironmentFaults, failure_reason, watch_for_blocking
 from impala_llm.envs import contract
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.evaluation.episodes import EvaluationEpisodes, evaluation_slots
@@ -135,9 +136,7 @@ class Actor:
     async def run(self) -> None:
         """Play until the learner says stop, or is silent for too long. Raises ModelRefused, ServerUnfit, own errors."""
         self.channels.hello()
-        silence_s = self.config.pipeline.actor_timeout_s  # from then on the learner takes it for dead
-        longest_s = max(self.config.actor.episode_timeout_s, 3 * silence_s)
-        BlockingWatchdog(self.suite.name, silence_s, longest_s, lambda text: say(f"{self.actor_id}: {text}")).start()
+        watch_for_blocking(self.config, self.suite.name, lambda text: say(f"{self.actor_id}: {text}"))
         reporter = Reporter(self.engine.stats())
         try:
             while not self.stopping:

@@ -110,6 +110,7 @@ def load(overrides: Sequence[str] = (), left_out: Sequence[str] = ()) -> Config:
     overrides = [present_word(word) for word in overrides]
     refuse_unknown_keys(overrides)
     _refuse_bad_references(overrides)
+    _refuse_whole_methods(overrides)
     overrides = [f"{word.removesuffix('=None')}=null" if word.endswith("=None") else word for word in overrides]
     GlobalHydra.instance().clear()
     try:
@@ -360,6 +361,14 @@ def _refuse_bad_references(overrides: Sequence[str]) -> None:
             continue
 
 
+def _refuse_whole_methods(overrides: Sequence[str]) -> None:
+    """Refuse the name of a method, such as GRPO, in place of a loss or a credit, which are parts of it."""
+    for key, _, value in (word.lstrip("+").partition("=") for word in overrides):
+        method, kind = FAMILIAR_CHOICES.get(f"algorithm={value}".lower()), kind_of(key)
+        if method and kind is not None and key == kind.key and value not in (*kind.packaged, *installed_parts(kind)):
+            raise ConfigError(f"{key}={value} is not known: as a whole it is algorithm={method}")
+
+
 def _unresolved(setting: str, reason: str) -> str:
     """Sentence on a setting with a reference that cannot be followed."""
     fix = "write the value itself, with \\${ for ${, or correct the reference"
@@ -389,7 +398,9 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     for key, value in given.items():
         choices = sorted(p.stem for p in (config_folder() / key).glob("*.yaml")) if key in _groups() else []
         if choices and value not in (*choices, file or None):
-            own = ", or your own as module:Class" if key in ("env", "engine") else ""
+            kind = {"env": ENVIRONMENTS, "engine": ENGINES}.get(key)
+            own = ", or your own as module:Class" if kind else ""
+            choices += sorted(installed_parts(kind)) if kind else []
             meant = FAMILIAR_CHOICES.get(f"{key}={value}".lower())
             close = closest(value, choices)
             hint = f"did you mean {key}={close}? " if close else ""

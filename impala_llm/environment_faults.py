@@ -2,18 +2,22 @@
 been too many."""
 
 import asyncio
+import faulthandler
 import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
 
 from impala_llm.engines.base import EngineError
 from impala_llm.envs import contract
 from impala_llm.envs.contract import EnvironmentFault
-from impala_llm.plugs import own_line, raised_at
+from impala_llm.plugs import is_outside, own_line, raised_at
 from impala_llm.rollout import ENGINE_AWAITED, EpisodeAborted
+from impala_llm.settings import Config
 
 
 def is_fault(error: Exception) -> bool:
@@ -96,21 +100,25 @@ class EnvironmentFaults:
 
 
 class BlockingWatchdog(threading.Thread):
-    """Warns of an environment that blocks the event loop of its actor, and ends the process where that goes on.
+    """Warns once of an environment that blocks the event loop of its process, which it ends where that goes on.
 
-    Such a call holds up all episodes, and no time-out reaches it. To be made in the event loop.
-    Seconds are counted by pauses of this thread: a process that was suspended has blocked nothing meanwhile.
+    Such a call holds up all episodes, and no time-out reaches it. What counts is the time of one task, by looks at its
+    stack: engines may block the loop too, while they load or compile, and many short steps in a row are none that
+    hangs. A process that was suspended has blocked nothing meanwhile.
 
     Args:
+        loop: of this thread; it need not run yet. Until it is closed it is watched.
         env: name of the environment, for messages.
-        warn_s, end_s: seconds without a turn of the loop after which it warns, and after which it ends the process.
+        warn_s, end_s: seconds in which one task has the loop, after which it warns, and after which the process ends.
         warn: called with the warning.
-        end: called with the reason; by default it prints that, and the stack, and exits with 1.
+        end: called with the reason; by default it prints that, and the stack, and exits with 1. A call that keeps even
+            the interpreter's lock, as a regular expression does, ends the process by default as well, without a reason.
         pause_s: seconds between two looks.
     """
 
     def __init__(
         self,
+        loop: asyncio.AbstractEventLoop,
         env: str,
         warn_s: float,
         end_s: float,
@@ -120,40 +128,77 @@ class BlockingWatchdog(threading.Thread):
     ) -> None:
         super().__init__(name="blocking-watchdog", daemon=True)
         self._env, self._warn_s, self._end_s, self._pause_s = env, warn_s, end_s, pause_s
-        self._warn, self._end = warn, end or self._exit
-        self._loop, self._looping = asyncio.get_running_loop(), threading.get_ident()
+        self._warn, self._end = warn, end
+        self._loop, self._looping = loop, threading.get_ident()
 
     def run(self) -> None:
-        answered = threading.Event()
-        while not self._loop.is_closed():
-            answered.clear()
-            try:
-                self._loop.call_soon_threadsafe(answered.set)
-            except RuntimeError:  # it was closed just now
-                return
-            blocked_s, is_told = 0.0, False
-            while not answered.wait(self._pause_s) and not self._loop.is_closed():
-                blocked_s += self._pause_s
-                is_told = is_told or (blocked_s >= self._warn_s and self._tell(self._warn, blocked_s))
-                if blocked_s >= self._end_s and self._tell(self._end, blocked_s):
+        has_turned, task, is_told = threading.Event(), None, False
+        blocked_s, alarm_s = 0.0, 0.0
+        try:
+            self._loop.call_soon_threadsafe(has_turned.set)
+            while not self._loop.is_closed():
+                if self._end is None and alarm_s <= 0.0:
+                    alarm_s = self._end_s / 10
+                    with suppress(OSError):  # standard error is no file
+                        faulthandler.dump_traceback_later(self._end_s + alarm_s, exit=True)
+                time.sleep(self._pause_s)
+                alarm_s -= self._pause_s
+                if has_turned.is_set():
+                    has_turned.clear()
+                    self._loop.call_soon_threadsafe(has_turned.set)
+                    task = None
+                    continue
+                before, (task, stack) = task, self._environment()
+                blocked_s = blocked_s + self._pause_s if task is not None and task is before else 0.0
+                if blocked_s >= self._warn_s and not is_told:
+                    is_told = True
+                    self._warn(self._said(blocked_s, stack))
+                if blocked_s >= self._end_s:
+                    (self._end or self._exit)(self._said(blocked_s, stack))
                     return
-            time.sleep(self._pause_s)
+        except RuntimeError:  # the loop was closed just now
+            return
+        finally:
+            if self._end is None:
+                faulthandler.cancel_dump_traceback_later()
 
-    def _tell(self, how: Callable[[str], object], blocked_s: float) -> bool:
-        """Returns whether the environment is what blocks: engines may, while they load or compile."""
-        stack = self._stack()
-        if not any(frame.filename == contract.__file__ for frame in stack):
-            return False
-        how(
-            f"env {self._env} has blocked its actor for {blocked_s:g} s{own_line(stack)}, and its episodes wait: "
-            f"let it wait in an `async def`, by await; an actor that is blocked for {self._end_s:g} s is ended"
+    def _environment(self) -> tuple[FrameType | None, traceback.StackSummary]:
+        """The outermost frame of the task that the loop is in, and its stack, if that is the environment's doing: it is
+        called in contract.py, or has made the task itself. Else (None, empty)."""
+        frames, frame = [], sys._current_frames().get(self._looping)
+        while frame is not None and frame.f_code.co_filename != asyncio.events.__file__:
+            frames.append((frame, frame.f_lineno))
+            frame = frame.f_back
+        if frame is None or not frames:
+            return None, traceback.StackSummary()
+        frames.reverse()
+        task = frames[0][0]
+        is_called = any(each.f_code.co_filename == contract.__file__ for each, _ in frames)
+        if not is_called and not is_outside(task.f_code.co_filename):
+            return None, traceback.StackSummary()
+        return task, traceback.StackSummary.extract(iter(frames))
+
+    def _said(self, blocked_s: float, stack: traceback.StackSummary) -> str:
+        return (
+            f"env {self._env} has blocked all episodes for {blocked_s:g} s{own_line(stack)}: let it wait in an "
+            f"`async def`, by await; a process that is blocked for {self._end_s:g} s is ended"
         )
-        return True
-
-    def _stack(self) -> traceback.StackSummary:
-        return traceback.extract_stack(sys._current_frames().get(self._looping))
 
     def _exit(self, reason: str) -> None:
-        sys.stderr.write("".join(self._stack().format()))
-        print(reason, file=sys.stderr, flush=True)
+        with suppress(OSError):  # a full disk
+            print("".join(self._environment()[1].format()), reason, sep="", file=sys.stderr, flush=True)
         os._exit(1)  # an exception cannot reach the thread that is blocked
+
+
+def watch_for_blocking(
+    config: Config, env: str, warn: Callable[[str], object], loop: asyncio.AbstractEventLoop | None = None
+) -> None:
+    """Start the watchdog of an actor or an evaluation.
+
+    Args:
+        env, warn: as for `BlockingWatchdog`.
+        loop: of this thread; None: the one that runs.
+    """
+    silence_s = config.pipeline.actor_timeout_s  # from then on the learner takes an actor for dead
+    longest_s = max(config.actor.episode_timeout_s, 3 * silence_s)
+    BlockingWatchdog(loop or asyncio.get_running_loop(), env, silence_s, longest_s, warn).start()

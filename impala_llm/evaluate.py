@@ -6,7 +6,9 @@ Every result names what it was measured on: catalogue, goals, split, number of t
 
 import asyncio
 import dataclasses
+import functools
 import itertools
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from impala_llm.config import ConfigError
 from impala_llm.engines import make_engine
 from impala_llm.engines.base import Engine, EngineError
 from impala_llm.engines.sglang.external_server import reserved_servers
-from impala_llm.environment_faults import failure_reason, is_fault
+from impala_llm.environment_faults import failure_reason, is_fault, watch_for_blocking
 from impala_llm.envs import contract, make_suite
 from impala_llm.envs.base import Compared, Script, Split, Suite
 from impala_llm.envs.contract import EnvironmentFault
@@ -234,6 +236,8 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
     examples: list[Example] = []
     num_rounds, rounds = len(suites) * len(policies), itertools.count(1)
     with reserved_servers(config), asyncio.Runner() as runner:
+        warn = functools.partial(print, "impala-llm:", file=sys.stderr, flush=True)
+        watch_for_blocking(config, suite.name, warn, runner.get_loop())
         for number, (suite, which) in enumerate(suites):
             label = f"{suite.name}{which}, split {config.evaluation.split}"
             said = num_tasks_said(config.evaluation.num_tasks, len(contract.tasks(suite, config.evaluation.split)))  # type: ignore[arg-type]

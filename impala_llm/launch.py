@@ -167,7 +167,7 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
     learner, actors = children[0], children[1:]
     if start.lost_owner is not None:
         learner.environment[LOST_OWNER] = start.lost_owner
-    say(f"starting a learner and {len(actors)} actor{'s' * (len(actors) != 1)}; logs are in {config.run.dir}/logs")
+    say(f"starting {_what_starts(learner, actors)}; logs are in {config.run.dir}/logs")
     if not actors:
         once = "once the learner has begun, " if start.goes_on else ""  # config.yaml is that of before until then
         say(f"{once}start actors with {how_to_join(config)}")
@@ -214,6 +214,11 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
     if code not in (STOPPED, NOT_SAVED) and not learner.is_given_up:  # which was said
         say(f"the learner has ended ({exit_reason(code)}){learner.last_log_line()}")
     return code if code >= 0 else 128 - code
+
+
+def _what_starts(learner: Child, actors: Sequence[Child]) -> str:
+    ranks = f" of {learner.num_ranks} ranks" if (learner.num_ranks or 1) > 1 else ""
+    return f"a learner{ranks} and {len(actors)} actor{'s' * (len(actors) != 1)}"
 
 
 def _when(position: str, config: Config) -> str:

@@ -2,10 +2,9 @@
 
     receive → buffer → draw by priority → pack → forward → credit → loss → backward → reduce → step → publish → repeat
 
-docs/pipeline.md, "Code path of a trajectory and of the weights", names the files on this way. Actors play on all the
-while, validation tasks too (evaluation/in_run.py): the receiver takes their trajectories and deals tickets during every
-step. Each rank has its own receiver, tickets and replay shard; ranks meet only to add up. Version 0 is published before
-the first ticket is dealt.
+docs/pipeline.md, "Code path of a trajectory and of the weights", names the files on this way. Actors play all the while
+(validation tasks too: evaluation/in_run.py): the receiver takes their trajectories and deals tickets during each step.
+Each rank has a receiver, tickets and a replay shard; ranks meet only to add up. Version 0 precedes the first ticket.
 
 A learner that was killed and started again on its host goes on from the last version that it published or kept, with
 every trajectory that it had acknowledged and not yet trained on, and the optimizer of its last checkpoint; without one
@@ -17,17 +16,18 @@ updates from there on are made again, under versions that were never published. 
 """
 
 import gc
+import sys
+from pathlib import Path
 
 if __name__ == "__main__":
     gc.disable()  # there is no garbage among what is imported, and to look for it took a fifth of a start
+    sys.path[:1] = {*sys.path[:1]} - {str(Path(__file__).resolve().parent)}  # whose modules would hide a user's
 
 import signal
-import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from pathlib import Path
 from typing import NoReturn
 
 import torch

@@ -43,11 +43,9 @@ from impala_llm.part_signatures import (
 )
 from impala_llm.processes.stop_signals import ToldToStop
 
-_INSTALLED = tuple(
-    str(folder) + os.sep
-    for folder in (Path(__file__).parent, *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")))
-)
-"""Folders of code that is not the user's."""
+_OURS, _STDLIB = str(Path(__file__).parent) + os.sep, str(sysconfig.get_path("stdlib")) + os.sep
+_PACKAGES = tuple(str(sysconfig.get_path(kind)) + os.sep for kind in ("purelib", "platlib"))
+"""Folders of this package, of Python's library and of installed packages; one may lie in another."""
 
 
 @dataclass(frozen=True)
@@ -419,9 +417,16 @@ def raised_at(error: BaseException) -> str:
 def own_line(stack: Iterable[traceback.FrameSummary]) -> str:
     """Return ", in FILE:LINE" for the line of somebody's own code on a stack; empty if there is none.
 
-    That is the innermost frame outside of this package, of installed packages and of Python's library, and the
-    innermost frame of all where the code is theirs.
+    That is the innermost frame outside of this package, of installed packages and of Python's library; else the
+    outermost one of an installed package, and the innermost frame of all where the code is ours.
     """
     frames = [frame for frame in stack if not frame.filename.startswith("<")]
-    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)] or frames
+    outside = [frame for frame in frames if is_outside(frame.filename)]
+    own = [frame for frame in outside if not frame.filename.startswith(_PACKAGES)] or outside[:1] or frames
     return f", in {own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def is_outside(filename: str) -> bool:
+    """Return whether a file belongs neither to this package nor to Python's library."""
+    is_library = filename.startswith(_STDLIB) and not filename.startswith(_PACKAGES)
+    return not (is_library or filename.startswith(_OURS))

@@ -246,7 +246,8 @@ class ActorConfig:
     """Episodes that one actor plays at once."""
     episode_timeout_s: float = bounded(300.0, least=0.001)
     """Wall-clock budget of an episode, reset included; past it the turns so far are learned from where a value head can
-    stand for the rest, else the ticket is given back. An actor whose environment blocks it for so long is ended."""
+    stand for the rest, else the ticket is given back. An actor whose environment blocks it for so long, and
+    for three times pipeline.actor_timeout_s, is ended."""
     fault_patience_s: float = bounded(20.0, least=0)
     """Time for which all episodes must have failed before the actor ends, with the reason: shorter outages of what an
     environment or an agent needs are waited for. Returned values that are not what docs/environments.md says end it

@@ -429,5 +429,6 @@ class Trainer:
         if count:  # of episodes that ended: the others have no score yet
             is_known = tokens > 0 and math.isfinite(entropy)
             self.collapse.observe(entropy / tokens if is_known else None, length / count, score / count)
+            self.idle_updates.observe_batch(tokens, score / count)
         for name, collapsed in self.collapse.collapsed.items():
             self.log.add(f"alarm/{name}_collapse", float(collapsed))

@@ -96,6 +96,10 @@ def test_help_knows_the_names_of_other_trainers(capsys: pytest.CaptureFixture[st
     first, second, *rest = capsys.readouterr().out.splitlines()
     assert first == "LR, as other trainers call it:" and second.startswith("learner.learning_rate=")
     assert any("already" in line for line in rest), "and what else has the word"
+    assert cli.main(["sft", "--help", "lr"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("sft.learning_rate=")
+    assert cli.main(["train", "--help", "model"]) == 0
+    assert "other trainers" not in capsys.readouterr().out, "it is a word of ours"
     assert cli.main(["train", "--help", "rloo"]) == 0
     assert "algorithm=group_relative algorithm.credit=rloo" in capsys.readouterr().out
 
@@ -331,11 +335,24 @@ def test_a_dry_run_refuses_what_the_start_refuses_and_neither_leaves_a_folder(
 
 
 def test_a_dry_run_makes_the_tasks(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = "class Suite:\n    def __init__(self):\n        raise OSError('no data here')\n"
+    code = "from impala_llm.envs.toy import ParrotSuite\nclass Suite(ParrotSuite):\n"
+    code += "    def __init__(self, options):\n        raise OSError('no data here')\n"
     (user_folder / "empty.py").write_text(code)
     assert cli.main(["train", "experiment=toy", "env=empty:Suite", "--dry-run"]) == 2
     printed = capsys.readouterr()
     assert "env.name=empty:Suite cannot be made: OSError: no data here" in printed.err and "# actor 0" in printed.out
+
+
+def test_a_suite_without_a_method_is_refused_before_anything_starts(
+    user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (user_folder / "half.py").write_text(
+        "class Suite:\n    name, system_prompt = 'half', ''\n    def tasks(self, split): ...\n"
+    )
+    assert cli.main(["train", "experiment=toy", "env=half:Suite"]) == 2
+    said = capsys.readouterr().err
+    assert "env.name=half:Suite has no method session and no signature: see" in said
+    assert not (user_folder / "outputs").exists()
 
 
 @pytest.mark.parametrize(
@@ -361,7 +378,7 @@ def test_a_key_that_is_given_twice_is_told(
     words = ["experiment=toy", "learner.batch_size=16", "run.seed=3", "learner.batch_size=24"]
     assert cli.main(["train", *words, "--dry-run"]) == 0
     printed = capsys.readouterr()
-    assert printed.err == "impala-llm: given more than once, the last one counts: learner.batch_size=24\n"
+    assert printed.err.splitlines()[0] == "impala-llm: given more than once, the last one counts: learner.batch_size=24"
     assert "batch_size: 24" in printed.out
 
 

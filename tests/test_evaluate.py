@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import sys
+import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from impala_llm.config import ConfigError, load
 from impala_llm.engines.base import Generation, SamplingParams
 from impala_llm.envs import make_suite
 from impala_llm.envs.contract import EnvironmentFault
+from impala_llm.envs.toy import ParrotSession
 from impala_llm.evaluate import Example, Result, difference, evaluate, results_json, show
 from impala_llm.learning.policy.policy_files import resolve_policy
 from impala_llm.learning.policy.scratch import make_scratch_policy
@@ -220,6 +222,27 @@ def test_an_agent_that_cannot_be_imported_is_a_sentence(
     (tmp_path / "unlicensed_agent.py").write_text("raise ImportError('no licence')\n")
     with pytest.raises(EnvironmentFault, match="cannot be imported .*no licence"):
         evaluation.evaluate_policies(settings, {"policy": resolve_policy(config)})
+
+
+def test_an_environment_that_blocks_the_evaluation_is_named(
+    config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+    reset = ParrotSession.reset
+
+    def blocking(session: ParrotSession, task_id: int) -> tuple[str, dict]:
+        deadline = time.monotonic() + 60
+        while "env parrot has blocked" not in "".join(seen) and time.monotonic() < deadline:
+            time.sleep(0.01)
+            seen.append(capsys.readouterr().err)
+        return reset(session, task_id)
+
+    config.pipeline.actor_timeout_s = 0.1
+    config.evaluation.num_tasks = 2
+    monkeypatch.setattr(ParrotSession, "reset", blocking)
+    monkeypatch.setattr(evaluation, "make_engine", lambda config, policy, version: ScriptedEngine(None))
+    evaluation.evaluate_policies(config, {"one": resolve_policy(config)})
+    assert f"has blocked all episodes for 1 s, in {__file__}:" in "".join(seen)
 
 
 def test_before_and_after_are_shown_and_kept(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from impala_llm import plugs
 from impala_llm.algorithms.registry import PARTS
+from impala_llm.config import ConfigError, load
 from impala_llm.plugs import PartKind
 
 OWN = """
@@ -34,4 +35,8 @@ def test_an_entry_point_gives_a_part_of_each_kind_a_short_name(
     assert plugs.load(kind, "mine-own") is plugs.load(kind, f"installed_parts:{part}")
     with pytest.raises(ValueError, match="did you mean mine-own"):
         plugs.load(kind, "mine-onw")
+    if kind.key in ("env.name", "engine.name"):  # which are chosen as presets are
+        word = kind.key.partition(".")[0]
+        with pytest.raises(ConfigError, match=f"did you mean {word}=mine-own"):
+            load([f"{word}=mine-onw"])
     assert re.search(rf'[`"]{kind.group}[`"]', "".join(page.read_text() for page in DOCS.glob("*.md")))

@@ -11,8 +11,8 @@ from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
-from impala_llm.checks.familiar_names import FAMILIAR_CHOICES
-from impala_llm.config import ConfigError, config_folder, load, refuse_unknown_keys
+from impala_llm.checks.familiar_names import FAMILIAR_CHOICES, FAMILIAR_NAMES, meant_by
+from impala_llm.config import ConfigError, config_folder, known_keys, load, refuse_unknown_keys
 from impala_llm.engines.base import EngineError
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.gpus import visible_gpus, with_num_actors
@@ -208,7 +208,7 @@ def show_help(command: str, words: Sequence[str]) -> int:
         counts = ", ".join(f"{part} ({number})" for part, number in parts().items())
         print(f"{HELP[command]}\n\n{textwrap.fill(SETTINGS_HELP.format(command, counts), width)}")
         return 0
-    found = [_familiar(word, width), reference(word, width, settings_given)]
+    found = [_familiar(command, word, width), reference(word, width, settings_given)]
     if any(found):
         print("\n\n".join(filter(None, found)))
         return 0
@@ -217,16 +217,18 @@ def show_help(command: str, words: Sequence[str]) -> int:
     return 2
 
 
-def _familiar(word: str, width: int) -> str:
+def _familiar(command: str, word: str, width: int) -> str:
     """What a word is here that other trainers have for a setting or a preset; empty where it is none."""
-    from impala_llm.checks.familiar_names import FAMILIAR_CHOICES, FAMILIAR_NAMES
-    from impala_llm.commands.settings_reference import reference
+    from impala_llm.commands.settings_reference import parts, reference
 
-    if meant := FAMILIAR_NAMES.get(word.lower()):
-        return f"{word}, as other trainers call it:\n{reference(meant, width)}"
+    if word.lower() in FAMILIAR_NAMES and word not in parts():
+        meant = meant_by(f"{command}.{word}", list(known_keys()))
+        return f"{word}, as other trainers call it:\n{reference(meant or word, width)}"
     of_word = {key.partition("=")[2]: key for key in FAMILIAR_CHOICES}
     if key := of_word.get(word.lower()):
-        return f"{word} is here:\n    {key.partition('=')[0]}={FAMILIAR_CHOICES[key]}"
+        words = f"{key.partition('=')[0]}={FAMILIAR_CHOICES[key]}"
+        wrapped = textwrap.wrap(words, width - 4, break_long_words=False, break_on_hyphens=False)
+        return "\n".join([f"{word}, or what comes nearest to it here:", *(f"    {line}" for line in wrapped)])
     return ""
 
 

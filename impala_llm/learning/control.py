@@ -18,6 +18,9 @@ _GOOD_SCORE = 0.9
 _WORTH_LOSING = 0.1
 _ALARM_INTERVAL_S = 60.0
 _IDLE_UPDATES = 5
+"""Updates in a row whose tokens all had no gradient, after which that is said."""
+_EQUAL_UPDATES = 20
+"""The same of updates without an advantage, which come by chance where rewards are rare."""
 _ENOUGH_RETURNS = 64
 _FARTHEST_RETURN = 100.0
 _MOST_OUTLIERS = 1 / 8
@@ -138,12 +141,28 @@ def _range_of_most(returns: Sequence[float]) -> tuple[float, float]:
 
 
 class IdleUpdates:
-    """Warns, once, where updates in a row have taught the policy nothing, as every token was rejected or clipped."""
+    """Warns, once, where updates in a row have taught the policy nothing: every token was rejected or clipped, or no
+    episode had an advantage."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
-        self._num_in_a_row = 0
+        self._num_in_a_row = self._num_equal = 0
         self._warnings = RateLimitedWarnings(math.inf, on_terminal=True)
+
+    def observe_batch(self, num_tokens: float, score: float) -> None:
+        """Take in a batch of all ranks.
+
+        Args:
+            num_tokens: action tokens of its episodes whose advantage is not 0.
+            score: mean of its episodes, in [0, 1]. Where it is good, groups are equal since they have learned.
+        """
+        self._num_equal = self._num_equal + 1 if num_tokens == 0 and score < _GOOD_SCORE else 0
+        if self._num_equal == _EQUAL_UPDATES:
+            self._warnings.log(
+                "NOTHING IS LEARNED",
+                f"in {_EQUAL_UPDATES} updates no episode had an advantage: those of each group had the same return "
+                f"(advantage/zero_share), and the mean score is {score:.2f}; docs/troubleshooting.md says what to try",
+            )
 
     def observe(self, num_tokens: float, squares: float) -> None:
         """Take in an update of all ranks.

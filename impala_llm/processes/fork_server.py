@@ -8,7 +8,8 @@ Linux: CUDA must not have been touched before a fork, which no import promises.
 Requests are lines of JSON on the server's standard input, events on a pipe of their own, see `start_with_pipe`.
 Invariants: the server runs no other thread and no code of a user's; a forked process has the session, environment, log
 and arguments that it would have if it were started by itself, and shows them in /proc (its command line with NULs
-behind it); all of them end with the server, and the server with its supervisor.
+behind it; of its environment, values that are as long as the server's); all of them end with the server, and the server
+with its supervisor.
 """
 
 import ctypes
@@ -312,6 +313,7 @@ def _write(events: int, event: Mapping[str, int]) -> None:
 def main(events: int) -> NoReturn:
     """Serve; in a forked process, run the script that it was asked for. events: their descriptor."""
     gc.disable()  # there is no garbage among what is imported, and to look for it took a fifth of a start
+    sys.path[:1] = {*sys.path[:1]} - {str(Path(__file__).resolve().parent)}  # as in actor.py
     die_with_parent(int(os.environ.pop(SUPERVISOR)))
     keep_exit_codes()
     os.set_inheritable(events, False)

@@ -369,7 +369,8 @@ def test_settings_that_are_refused_leave_the_checks_of_the_host(examine: Examine
 @pytest.mark.usefixtures("without_ranks")
 def test_tasks_that_cannot_be_made_are_named(examine: Examine, user_folder: Path) -> None:
     """Also by an environment that prints, between which and the JSON nobody could tell."""
-    lines = ["class Suite:", "    def __init__(self):", "        print('hello')", "        raise SystemExit('no data')"]
+    lines = ["from impala_llm.envs.toy import ParrotSuite", "class Suite(ParrotSuite):"]
+    lines += ["    def __init__(self, options):", "        print('hello')", "        raise SystemExit('no data')"]
     (user_folder / "greeting.py").write_text("\n".join(lines))
     code, found = examine("env=greeting:Suite")
     assert code == 1

@@ -206,3 +206,15 @@ def test_updates_without_an_effect_are_named_with_what_rejects_their_tokens(capl
     for words in ("NOTHING IS LEARNED: in 5 updates", "algorithm.reject=token", "algorithm.reject_high=1,"):
         assert words in said.getMessage()
     assert "max_staleness" not in said.getMessage()
+
+
+def test_updates_without_an_advantage_are_named_unless_the_tasks_are_solved(caplog: pytest.LogCaptureFixture) -> None:
+    idle = IdleUpdates(AlgorithmConfig())
+    for num_tokens, score in [*[(0, 0.0)] * 19, (8, 0.0), *[(0, 0.95)] * 30, *[(0, 0.2)] * 19]:
+        idle.observe_batch(num_tokens, score)
+    assert not caplog.records
+    for _ in range(30):
+        idle.observe_batch(0, 0.25)
+    [said] = caplog.records
+    for words in ("NOTHING IS LEARNED: in 20 updates no episode had an advantage", "mean score is 0.25"):
+        assert words in said.getMessage()

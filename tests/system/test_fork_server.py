@@ -175,13 +175,14 @@ def test_a_run_whose_fork_server_is_killed_goes_on_to_its_end(tmp_path: Path) ->
 def test_forked_processes_draw_different_random_numbers(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those of a user's environment, which may draw from the generators of the modules."""
+    """As those of a user's environment, which may draw from the generators of the modules. Its module has the name of
+    one in processes/, where the server's own file is."""
     draws = "import random, numpy, torch\nprint('drew', random.random(), numpy.random.random(), torch.rand(1).item())\n"
-    (tmp_path / "forked_draws.py").write_text(draws)
+    (tmp_path / "programs.py").write_text(draws)
     monkeypatch.chdir(tmp_path)
     drawn = []
     for name in ("first", "second"):
-        assert start(server, tmp_path / name, "env=forked_draws:no_such_suite").wait() == 2
+        assert start(server, tmp_path / name, "env=programs:no_such_suite").wait() == 2
         [line] = [line for line in (tmp_path / name).read_text().splitlines() if "drew" in line]
         drawn.append(line.split()[-3:])
     assert all(one != other for one, other in zip(*drawn, strict=True)), drawn

@@ -231,11 +231,14 @@ def refuse_one_trajectory(run_name: str) -> None:
 @pytest.mark.system
 def test_synchronous_runs_of_one_seed_are_equal_to_the_last_bit(tmp_path: Path) -> None:
     """The algorithm is group-relative; V-trace in test_resume.py. Without torchrun: one rank needs none. The second
-    run is started by forks."""
+    run is started by forks. The environment's module is the user's, and has the name of one of ours."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "trainer.py").write_text("from impala_llm.envs.toy import ParrotSuite")
     losses, policies = [], []
     for number in range(2):
-        settings = ("experiment=toy", "algorithm.max_staleness=0", "learner.total_updates=15", "run.seed=3")
-        with Run(tmp_path / str(number), *settings) as run:
+        settings = ("algorithm.max_staleness=0", "learner.total_updates=15", "run.seed=3", "env=trainer:ParrotSuite")
+        with Run(tmp_path / str(number), "experiment=toy", *settings) as run:
+            run.python_path.append(str(tmp_path / "own"))
             if number == 0:
                 learner: Process = run.start(sys.executable, "impala_llm/learner.py")
                 actor: Process = run.start(sys.executable, "impala_llm/actor.py", "--index", "0")

@@ -339,7 +339,7 @@ class RunDirectory:
             if self.is_kept:
                 _log.warning(
                     "%s stays in memory, since it holds work of the run that is on no disk: the same command goes on "
-                    "with it, with run.resume=true where run.dir has no metrics yet",
+                    "with it, with run.resume=true where run.dir has no metrics yet; another run.name begins anew",
                     self._root,
                 )
             else:
