@@ -34,7 +34,7 @@ def bounded_or(word: str, default: int, least: int) -> Any:
 @dataclass
 class RunConfig:
     name: str = "impala"
-    """Names the run's folder in /dev/shm, where actors find their learner."""
+    """Names the run's folders: outputs/NAME, and one in /dev/shm, where actors find their learner."""
     dir: str = "outputs/${run.name}"
     """Folder of logs, metrics and checkpoints; made if it is missing."""
     seed: int = bounded(0, least=0, most=2**31 - 1)
