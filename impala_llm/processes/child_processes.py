@@ -4,7 +4,6 @@ Invariant: `end` leaves no process of a child alive, also of those that have a s
 """
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -41,8 +40,6 @@ LOG_END = 4096
 MOST_READS = 16
 """Most reads of a pipe in a row: a child that floods its pipe must not keep the supervisor from its other children."""
 PROGRESS_BAR = re.compile(r"\d%\|")
-STACK_LINE = re.compile(r'File ".*", line \d+ in ')
-"""A line of the stack that Python's faulthandler writes, the innermost call first."""
 FAMILY = "IMPALA_LLM_FAMILY"
 """Environment variable by which a supervisor recognises the descendants of a child: a server has a session of its own,
 and may outlive its actor."""
@@ -228,9 +225,6 @@ class Child:
             lines = log.read().decode(errors="replace").splitlines()
         texts = [STAMP.sub("", line.strip() + " ", count=1).strip() for line in lines if not PROGRESS_BAR.search(line)]
         said = [text for text in texts if text]
-        stack = list(itertools.takewhile(STACK_LINE.match, reversed(said)))[::-1]
-        if stack:
-            said.append(f"the calls that it was in: {'; '.join(stack[:2])}")
         begin = "; the last line of its log" if (self.poll() or 0) < 0 else ""
         return f"{begin}: {said[-1]} (more in {self.log})" if said else ""
 

@@ -196,25 +196,6 @@ def test_the_last_line_of_a_log_is_of_the_last_start_and_no_progress_bar(tmp_pat
     assert child.last_log_line() == ""
 
 
-HANGS = """
-import faulthandler, re
-def match():
-    re.match("(a+)+$", "a" * 64 + "b")
-faulthandler.dump_traceback_later(0.2, exit=True)
-match()
-"""
-
-
-@pytest.mark.system
-def test_of_a_stack_at_the_end_of_a_log_the_innermost_calls_are_shown(tmp_path: Path) -> None:
-    child = make_child("actor 0", HANGS, tmp_path / "log")
-    child.start()
-    assert child.processes[0].wait() == 1
-    inner, outer = child.last_log_line().removeprefix(": the calls that it was in: ").split("; ")
-    assert inner.endswith("in match") and "re/__init__.py" in inner
-    assert outer.startswith('File "<string>", line 4 in match (more in ')
-
-
 @pytest.mark.system
 def test_after_a_signal_the_last_line_of_a_log_does_not_stand_for_the_cause(tmp_path: Path) -> None:
     child = make_child(
