@@ -136,7 +136,7 @@ class Actor:
     async def run(self) -> None:
         """Play until the learner says stop, or is silent for too long. Raises ModelRefused, ServerUnfit, own errors."""
         self.channels.hello()
-        watch_for_blocking(self.config, self.suite.name, lambda text: say(f"{self.actor_id}: {text}"))
+        watch_for_blocking(self.config, lambda text: say(f"{self.actor_id}: {text}"))
         reporter = Reporter(self.engine.stats())
         try:
             while not self.stopping:

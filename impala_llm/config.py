@@ -365,7 +365,9 @@ def _refuse_whole_methods(overrides: Sequence[str]) -> None:
     """Refuse the name of a method, such as GRPO, in place of a loss or a credit, which are parts of it."""
     for key, _, value in (word.lstrip("+").partition("=") for word in overrides):
         method, kind = FAMILIAR_CHOICES.get(f"algorithm={value}".lower()), kind_of(key)
-        if method and kind is not None and key == kind.key and value not in (*kind.packaged, *installed_parts(kind)):
+        if not method or kind is None or key not in (kind.key, f"{kind.key}.name") or not key.startswith("algorithm."):
+            continue
+        if value.lower() not in kind.packaged and value not in installed_parts(kind):
             raise ConfigError(f"{key}={value} is not known: as a whole it is algorithm={method}")
 
 

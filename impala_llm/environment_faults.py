@@ -1,8 +1,9 @@
 """Faults of an environment, and errors of the engine, at an actor: how long to wait after each, and when there have
-been too many."""
+been too many; and a watch for calls that block the event loop."""
 
 import asyncio
 import faulthandler
+import math
 import os
 import sys
 import threading
@@ -100,105 +101,97 @@ class EnvironmentFaults:
 
 
 class BlockingWatchdog(threading.Thread):
-    """Warns once of an environment that blocks the event loop of its process, which it ends where that goes on.
+    """Warns, once, of code of a user's that blocks the event loop, and of one call of an environment that goes on.
 
-    Such a call holds up all episodes, and no time-out reaches it. What counts is the time of one task, by looks at its
-    stack: engines may block the loop too, while they load or compile, and many short steps in a row are none that
-    hangs. A process that was suspended has blocked nothing meanwhile.
+    Such a call holds up all episodes, and no time-out reaches it. What counts is the time of one call, by looks at the
+    stack of the loop's thread: many short steps in a row are none that hangs, nor does this package's own code count,
+    such as an engine that loads. Seconds are counted by the pauses between looks: a suspended process blocks nothing.
+    A call that keeps the interpreter's lock, as some regular expressions do, keeps this thread from looking, too.
 
     Args:
         loop: of this thread; it need not run yet. Until it is closed it is watched.
-        env: name of the environment, for messages.
-        warn_s, end_s: seconds in which one task has the loop, after which it warns, and after which the process ends.
-        warn: called with the warning.
-        end: called with the reason; by default it prints that, and the stack, and exits with 1. A call that keeps even
-            the interpreter's lock, as a regular expression does, ends the process by default as well, without a reason.
+        warn_s, end_s: seconds of one call after which it warns; and, where it is a call of the environment, ends.
+        warn, end: called with the reason.
         pause_s: seconds between two looks.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        env: str,
         warn_s: float,
         end_s: float,
         warn: Callable[[str], object],
-        end: Callable[[str], object] | None = None,
+        end: Callable[[str], object],
         pause_s: float = 1.0,
     ) -> None:
         super().__init__(name="blocking-watchdog", daemon=True)
-        self._env, self._warn_s, self._end_s, self._pause_s = env, warn_s, end_s, pause_s
-        self._warn, self._end = warn, end
-        self._loop, self._looping = loop, threading.get_ident()
+        self._loop, self._looping, self._pause_s = loop, threading.get_ident(), pause_s
+        self._warn_s, self._end_s, self._warn, self._end = warn_s, end_s, warn, end
 
     def run(self) -> None:
-        has_turned, task, is_told = threading.Event(), None, False
-        blocked_s, alarm_s = 0.0, 0.0
-        try:
-            self._loop.call_soon_threadsafe(has_turned.set)
-            while not self._loop.is_closed():
-                if self._end is None and alarm_s <= 0.0:
-                    alarm_s = self._end_s / 10
-                    with suppress(OSError):  # standard error is no file
-                        faulthandler.dump_traceback_later(self._end_s + alarm_s, exit=True)
-                time.sleep(self._pause_s)
-                alarm_s -= self._pause_s
-                if has_turned.is_set():
-                    has_turned.clear()
+        has_turned, call, blocked_s, is_told = threading.Event(), None, 0.0, False
+        has_turned.set()
+        while not self._loop.is_closed():
+            if has_turned.is_set():
+                has_turned.clear()
+                call = None
+                with suppress(RuntimeError):  # the loop was closed just now
                     self._loop.call_soon_threadsafe(has_turned.set)
-                    task = None
-                    continue
-                before, (task, stack) = task, self._environment()
-                blocked_s = blocked_s + self._pause_s if task is not None and task is before else 0.0
-                if blocked_s >= self._warn_s and not is_told:
-                    is_told = True
-                    self._warn(self._said(blocked_s, stack))
-                if blocked_s >= self._end_s:
-                    (self._end or self._exit)(self._said(blocked_s, stack))
-                    return
-        except RuntimeError:  # the loop was closed just now
-            return
-        finally:
-            if self._end is None:
-                faulthandler.cancel_dump_traceback_later()
+            time.sleep(self._pause_s)
+            if has_turned.is_set():
+                continue
+            before, (call, is_environment, where) = call, self._look()
+            blocked_s = blocked_s + self._pause_s if call is not None and call is before else 0.0
+            if blocked_s >= self._warn_s and not is_told:
+                is_told = True
+                with suppress(OSError):  # a full disk
+                    self._warn(self._said(blocked_s, where))
+            if blocked_s >= self._end_s and is_environment:
+                self._end(self._said(blocked_s, where))
+                return
 
-    def _environment(self) -> tuple[FrameType | None, traceback.StackSummary]:
-        """The outermost frame of the task that the loop is in, and its stack, if that is the environment's doing: it is
-        called in contract.py, or has made the task itself. Else (None, empty)."""
+    def _look(self) -> tuple[FrameType | None, bool, str]:
+        """The frame of the call that the loop's thread is in, whether contract.py has called an environment there, and
+        the user's line. Else the frame is that of a task whose code is neither ours nor Python's; or None."""
         frames, frame = [], sys._current_frames().get(self._looping)
         while frame is not None and frame.f_code.co_filename != asyncio.events.__file__:
             frames.append((frame, frame.f_lineno))
             frame = frame.f_back
-        if frame is None or not frames:
-            return None, traceback.StackSummary()
-        frames.reverse()
-        task = frames[0][0]
-        is_called = any(each.f_code.co_filename == contract.__file__ for each, _ in frames)
-        if not is_called and not is_outside(task.f_code.co_filename):
-            return None, traceback.StackSummary()
-        return task, traceback.StackSummary.extract(iter(frames))
+        where = own_line(traceback.StackSummary.extract(reversed(frames)))
+        for each, _ in frames:  # the innermost first
+            if each.f_code.co_filename == contract.__file__:
+                return each, True, where
+        if frame is not None and frames and is_outside(frames[-1][0].f_code.co_filename):
+            return frames[-1][0], False, where
+        return None, False, ""
 
-    def _said(self, blocked_s: float, stack: traceback.StackSummary) -> str:
-        return (
-            f"env {self._env} has blocked all episodes for {blocked_s:g} s{own_line(stack)}: let it wait in an "
-            f"`async def`, by await; a process that is blocked for {self._end_s:g} s is ended"
-        )
-
-    def _exit(self, reason: str) -> None:
-        with suppress(OSError):  # a full disk
-            print("".join(self._environment()[1].format()), reason, sep="", file=sys.stderr, flush=True)
-        os._exit(1)  # an exception cannot reach the thread that is blocked
+    def _said(self, blocked_s: float, where: str) -> str:
+        fix = "let it wait in an `async def`, by await"
+        end = f"; a call of the environment ends the process after {self._end_s:g} s" if self._end_s < math.inf else ""
+        return f"a call has blocked all episodes of this process for {blocked_s:g} s{where}: {fix}{end}"
 
 
 def watch_for_blocking(
-    config: Config, env: str, warn: Callable[[str], object], loop: asyncio.AbstractEventLoop | None = None
+    config: Config, warn: Callable[[str], object], loop: asyncio.AbstractEventLoop | None = None
 ) -> None:
-    """Start the watchdog of an actor or an evaluation.
+    """Start the watchdog of an actor, which it may end; or of an evaluation, which goes on waiting.
 
     Args:
-        env, warn: as for `BlockingWatchdog`.
-        loop: of this thread; None: the one that runs.
+        warn: called with the warning.
+        loop: of an evaluation, in this thread; None: an actor's, which runs.
     """
     silence_s = config.pipeline.actor_timeout_s  # from then on the learner takes an actor for dead
     longest_s = max(config.actor.episode_timeout_s, 3 * silence_s)
-    BlockingWatchdog(loop or asyncio.get_running_loop(), env, silence_s, longest_s, warn).start()
+    if loop is None:
+        BlockingWatchdog(asyncio.get_running_loop(), silence_s, longest_s, warn, _end_process).start()
+    else:
+        BlockingWatchdog(loop, silence_s, math.inf, warn, warn).start()
+
+
+def _end_process(reason: str) -> None:
+    """End this process with a traceback of all threads and the reason on standard error: no exception reaches a thread
+    that is blocked."""
+    with suppress(OSError, ValueError):
+        faulthandler.dump_traceback()
+        print(reason, file=sys.stderr, flush=True)
+    os._exit(1)

@@ -237,7 +237,7 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
     num_rounds, rounds = len(suites) * len(policies), itertools.count(1)
     with reserved_servers(config), asyncio.Runner() as runner:
         warn = functools.partial(print, "impala-llm:", file=sys.stderr, flush=True)
-        watch_for_blocking(config, suite.name, warn, runner.get_loop())
+        watch_for_blocking(config, warn, runner.get_loop())
         for number, (suite, which) in enumerate(suites):
             label = f"{suite.name}{which}, split {config.evaluation.split}"
             said = num_tasks_said(config.evaluation.num_tasks, len(contract.tasks(suite, config.evaluation.split)))  # type: ignore[arg-type]

@@ -142,7 +142,7 @@ class Trainer:
                 reason = update.reason_left_out(self.config.algorithm)
                 self.warnings.log("A STEP IS LEFT OUT, ADVANTAGE, LOSS OR GRADIENT IS NOT FINITE", reason)
             taught = [batch.trajectories[i] for i in update.teaching]
-            self.watch(batch.trajectories, taught, update.entropy / self.config.learner.epochs)
+            self.watch(update, taught)
             effective_share = self.effective_share(update.weight_sums)
             self.log.add("optimizer/not_finite", len(update.culprits))
         return UpdateResult(self.log, sizes, effective_share)
@@ -412,15 +412,17 @@ class Trainer:
         self.log.add("buffer/ess", share)
         return share
 
-    def watch(self, trajectories: Sequence[Trajectory], taught: Sequence[Trajectory], entropy: float) -> None:
+    def watch(self, update: Update, taught: Sequence[Trajectory]) -> None:
         """Entropy and length over all ranks: the bonus follows its target, and a collapse raises an alarm."""
-        entropy, tokens, length, score, count = self.ranks.sum(
+        trajectories, prepared = update.batch.trajectories, update.prepared
+        entropy, tokens, length, score, count, unequal = self.ranks.sum(
             [
-                entropy,
+                update.entropy / self.config.learner.epochs,
                 sum(t.num_action_tokens for t in taught),
                 sum(t.num_action_tokens for t in trajectories),
                 sum(t.score for t in trajectories),
                 sum(not t.continues for t in trajectories),
+                len(trajectories) if prepared is None else int(prepared.count_nonzero()),
             ]
         )
         self.log.add("optimizer/entropy_coef", self.entropy.coef)
@@ -429,6 +431,6 @@ class Trainer:
         if count:  # of episodes that ended: the others have no score yet
             is_known = tokens > 0 and math.isfinite(entropy)
             self.collapse.observe(entropy / tokens if is_known else None, length / count, score / count)
-            self.idle_updates.observe_batch(tokens, score / count)
+            self.idle_updates.observe_batch(unequal, score / count)
         for name, collapsed in self.collapse.collapsed.items():
             self.log.add(f"alarm/{name}_collapse", float(collapsed))

@@ -232,7 +232,7 @@ def test_an_environment_that_blocks_the_evaluation_is_named(
 
     def blocking(session: ParrotSession, task_id: int) -> tuple[str, dict]:
         deadline = time.monotonic() + 60
-        while "env parrot has blocked" not in "".join(seen) and time.monotonic() < deadline:
+        while "a call has blocked" not in "".join(seen) and time.monotonic() < deadline:
             time.sleep(0.01)
             seen.append(capsys.readouterr().err)
         return reset(session, task_id)
@@ -242,7 +242,7 @@ def test_an_environment_that_blocks_the_evaluation_is_named(
     monkeypatch.setattr(ParrotSession, "reset", blocking)
     monkeypatch.setattr(evaluation, "make_engine", lambda config, policy, version: ScriptedEngine(None))
     evaluation.evaluate_policies(config, {"one": resolve_policy(config)})
-    assert f"has blocked all episodes for 1 s, in {__file__}:" in "".join(seen)
+    assert f"has blocked all episodes of this process for 1 s, in {__file__}:" in "".join(seen)
 
 
 def test_before_and_after_are_shown_and_kept(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
-from impala_llm.checks.familiar_names import FAMILIAR_CHOICES, FAMILIAR_NAMES, meant_by
+from impala_llm.checks.familiar_names import FAMILIAR_CHOICES, FAMILIAR_NAMES
 from impala_llm.config import ConfigError, config_folder, known_keys, load, refuse_unknown_keys
 from impala_llm.engines.base import EngineError
 from impala_llm.envs.contract import EnvironmentFault
@@ -221,9 +221,10 @@ def _familiar(command: str, word: str, width: int) -> str:
     """What a word is here that other trainers have for a setting or a preset; empty where it is none."""
     from impala_llm.commands.settings_reference import parts, reference
 
-    if word.lower() in FAMILIAR_NAMES and word not in parts():
-        meant = meant_by(f"{command}.{word}", list(known_keys()))
-        return f"{word}, as other trainers call it:\n{reference(meant or word, width)}"
+    if (meant := FAMILIAR_NAMES.get(word.lower())) and word not in parts():
+        of_command = f"{command}.{meant.rpartition('.')[2]}"  # as sft.learning_rate
+        found = reference(of_command if of_command in known_keys() else meant, width)
+        return f"{word}, as other trainers call it:\n{found}"
     of_word = {key.partition("=")[2]: key for key in FAMILIAR_CHOICES}
     if key := of_word.get(word.lower()):
         words = f"{key.partition('=')[0]}={FAMILIAR_CHOICES[key]}"

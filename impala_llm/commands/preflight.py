@@ -25,18 +25,14 @@ from impala_llm.commands.model_files import (
 )
 from impala_llm.config import ConfigError
 from impala_llm.engines.sglang.launch_args import BadServerSettings, check_positions, check_python, find_python
-from impala_llm.envs.base import Suite
 from impala_llm.envs.webshop.hard_catalogue import check_limits
 from impala_llm.gpus import visible_gpus
 from impala_llm.hosts import TcpEndpoint, check_connect, rank_endpoint, resolve
 from impala_llm.learning.checkpoints.resume import how_to_start
 from impala_llm.observability.metrics import METRICS, MetricError, declarations
-from impala_llm.part_signatures import missing_methods
 from impala_llm.pipeline.network.keys import KeyFileError, load_actor_keys, load_learner_keys
 from impala_llm.pipeline.network.listener import check_known, try_to_listen
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError
-from impala_llm.plugs import ENVIRONMENTS
-from impala_llm.plugs import load as load_part
 from impala_llm.processes.compiled_code import VARIABLE as COMPILED_CODE
 from impala_llm.processes.compiled_code import compiled_folder
 from impala_llm.settings import Config, model_directory
@@ -101,7 +97,7 @@ def training_checks() -> Checks:
         "run folder": (_own_learner, _folder, _earlier_run),
         "algorithm": (_own_metrics,),
         "model": (starting_policy_problems, model_problems, adapter_problems, other_model_problems),
-        "environment": (_catalogue, _unseen_catalogue, _unseen_at_end, _package, _suite_methods, _task_file),
+        "environment": (_catalogue, _unseen_catalogue, _unseen_at_end, _package, _task_file),
         **_engine_checks(),
         "keys": (_learner_keys,),
         "compiler": (_compiler,),
@@ -173,19 +169,6 @@ def _package(config: Config) -> list[str]:
         return []
     extra = name.replace("_", "-")
     return [f"env.name={name} needs the package {name}, which is not installed: pip install 'impala-llm[{extra}]'"]
-
-
-def _suite_methods(config: Config) -> list[str]:
-    """Methods that an environment of the user's lacks, as far as its class tells."""
-    if ":" not in config.env.name or config.agent.is_set:
-        return []
-    try:
-        suite = load_part(ENVIRONMENTS, config.env.name)
-    except ValueError as error:
-        return [str(error)]
-    missing = missing_methods(suite, Suite) if isinstance(suite, type) else []
-    lacks = " and no ".join(missing)
-    return [f"env.name={config.env.name} has no method {lacks}: see docs/environments.md"] if missing else []
 
 
 def _task_file(config: Config) -> list[str]:

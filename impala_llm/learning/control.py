@@ -149,14 +149,14 @@ class IdleUpdates:
         self._num_in_a_row = self._num_equal = 0
         self._warnings = RateLimitedWarnings(math.inf, on_terminal=True)
 
-    def observe_batch(self, num_tokens: float, score: float) -> None:
+    def observe_batch(self, num_unequal: float, score: float) -> None:
         """Take in a batch of all ranks.
 
         Args:
-            num_tokens: action tokens of its episodes whose advantage is not 0.
+            num_unequal: episodes whose advantage is not 0.
             score: mean of its episodes, in [0, 1]. Where it is good, groups are equal since they have learned.
         """
-        self._num_equal = self._num_equal + 1 if num_tokens == 0 and score < _GOOD_SCORE else 0
+        self._num_equal = self._num_equal + 1 if num_unequal == 0 and score < _GOOD_SCORE else 0
         if self._num_equal == _EQUAL_UPDATES:
             self._warnings.log(
                 "NOTHING IS LEARNED",

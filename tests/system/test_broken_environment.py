@@ -135,8 +135,11 @@ def test_the_time_of_a_run_ends_it_while_it_waits_for_an_environment_that_blocks
         run.assert_gone()
         assert run.rows() and (tmp_path / "run" / "policy" / "model.safetensors").is_file()
         printed = run.log.read_text()
-        assert "actor-0: env parrot has blocked all episodes for 2 s" in printed
-        assert "actor 0 died (exit code 1), again in 1 s: env parrot has blocked all episodes for 5 s" in printed
+        assert "actor-0: a call has blocked all episodes of this process for 2 s" in printed
+        assert (
+            "actor 0 died (exit code 1), again in 1 s: a call has blocked all episodes of this process for 5 s"
+            in printed
+        )
         assert "in step" in (tmp_path / "run" / "logs" / "actor-0.log").read_text(), "where it stands"
 
 
