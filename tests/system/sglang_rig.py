@@ -182,9 +182,8 @@ async def has_decoded(engine: SGLangEngine, more: int) -> None:
     target = sum(len(completion.tokens) for completion in completions.values()) + more
     async with asyncio.timeout(60):
         while True:
-            assert completions and completions.keys() <= engine.completions.keys(), (
-                "a completion ended early: ask for longer ones"
-            )
+            ended = {name: len(each.tokens) for name, each in completions.items() if name not in engine.completions}
+            assert completions and not ended, f"a completion ended early: ask for longer ones ({ended=}, by tokens)"
             if sum(len(completion.tokens) for completion in completions.values()) >= target:
                 return
             await asyncio.sleep(0.002)
