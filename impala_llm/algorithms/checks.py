@@ -160,3 +160,17 @@ def _require_range(name: str, low: int, high: int, bound: int | None) -> None:
         raise ValueError(f"{name} holds {low}: indices start at 0")
     if bound is not None and high >= bound:
         raise ValueError(f"{name} holds {high}, but there are only {bound} of what it counts")
+
+
+def require_discounts(discounts: Tensor) -> None:
+    """Require discounts, float[T, B] of padded rows or float[N], in [0, 1]. Behind the first 0 of a padded row may be
+    anything.
+
+    Raises:
+        ValueError: one is not.
+    """
+    is_wrong = ~((discounts >= 0.0) & (discounts <= 1.0))
+    if discounts.ndim == 2:
+        is_wrong &= (discounts == 0.0).cumsum(0) == 0
+    if is_wrong.any():
+        raise ValueError(f"discounts holds {float(discounts[is_wrong][0]):g}: it must lie in [0, 1]")

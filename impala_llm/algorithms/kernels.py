@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from impala_llm.algorithms.checks import require_discounts
 from impala_llm.algorithms.importance import Caps
 from impala_llm.compiled import compiled
 
@@ -29,13 +30,18 @@ def padded_targets(
         ratio, discounts, rewards, values: float[T, B].
         bootstrap_value: float[B], V past the end of each row.
         caps: ρ̄, c̄ and λ.
+
+    Raises:
+        ValueError: a discount outside of [0, 1], see `require_discounts`. The loops find it in passing.
     """
     vs, advantages = _empty_pair(values)
     targets = vs.numpy()
-    _padded(
+    are_discounts = _padded(
         _array(ratio), _array(discounts), _array(rewards), _array(values), _array(bootstrap_value),
         _constants(targets, caps), targets, advantages.numpy(),
     )  # fmt: skip
+    if not are_discounts:
+        require_discounts(discounts)
     return vs, advantages
 
 
@@ -55,13 +61,18 @@ def packed_targets(
         bootstrap_value: float[num_segments], V past the end of each row.
         segment_ids: int64[N], the row of each step, ascending; not checked here.
         caps: ρ̄, c̄ and λ.
+
+    Raises:
+        ValueError: a discount outside of [0, 1], see `require_discounts`. The loops find it in passing.
     """
     vs, advantages = _empty_pair(values)
     targets = vs.numpy()
-    _packed(
+    are_discounts = _packed(
         _array(ratio), _array(discounts), _array(rewards), _array(values), _array(bootstrap_value), _array(segment_ids),
         _constants(targets, caps), targets, advantages.numpy(),
     )  # fmt: skip
+    if not are_discounts:
+        require_discounts(discounts)
     return vs, advantages
 
 
@@ -75,8 +86,8 @@ def _array(x: Tensor) -> np.ndarray[Any, Any]:
 
 
 def _constants(like: np.ndarray[Any, Any], caps: Caps) -> np.ndarray[Any, Any]:
-    """The caps, λ and 0 in the dtype of the data: a Python float would draw all arithmetic to float64."""
-    return np.array([*caps, 0.0], like.dtype)
+    """The caps, λ, 0 and 1 in the dtype of the data: a Python float would draw all arithmetic to float64."""
+    return np.array([*caps, 0.0, 1.0], like.dtype)
 
 
 # contract: a product and a sum may be one instruction, which shortens the chain from step to step
@@ -93,14 +104,17 @@ def _padded(
     constants: np.ndarray[Any, Any],
     vs: np.ndarray[Any, Any],
     advantages: np.ndarray[Any, Any],
-) -> None:
-    rho_bar, c_bar, lam, zero = constants[0], constants[1], constants[2], constants[3]
+) -> bool:
+    """Return whether all discounts lie in [0, 1]."""
+    rho_bar, c_bar, lam, zero, one = constants[0], constants[1], constants[2], constants[3], constants[4]
+    are_discounts = True
     is_cut = lam == zero or c_bar == zero  # of all steps: a choice at each would lengthen the chain
     next_value = bootstrap_value.copy()
     next_error = np.zeros_like(bootstrap_value)  # v_{t+1} - V_{t+1}
     for t in range(values.shape[0] - 1, -1, -1):
         for b in range(values.shape[1]):
             rho, gamma, value = ratio[t, b], discounts[t, b], values[t, b]
+            are_discounts &= zero <= gamma <= one
             ends = gamma == zero
             following = zero if ends else next_value[b]
             error = zero if ends else next_error[b]
@@ -112,6 +126,7 @@ def _padded(
             vs[t, b] = value + error
             next_value[b] = value
             next_error[b] = error
+    return are_discounts
 
 
 @_compiled
@@ -125,8 +140,10 @@ def _packed(
     constants: np.ndarray[Any, Any],
     vs: np.ndarray[Any, Any],
     advantages: np.ndarray[Any, Any],
-) -> None:
-    rho_bar, c_bar, lam, zero = constants[0], constants[1], constants[2], constants[3]
+) -> bool:
+    """Return whether all discounts lie in [0, 1]."""
+    rho_bar, c_bar, lam, zero, one = constants[0], constants[1], constants[2], constants[3], constants[4]
+    are_discounts = True
     is_cut = lam == zero or c_bar == zero  # of all steps: a choice at each would lengthen the chain
     segment = np.int64(-1)
     next_value = error = zero
@@ -135,6 +152,7 @@ def _packed(
             segment = segment_ids[t]
             next_value, error = bootstrap_value[segment], zero
         rho, gamma, value = ratio[t], discounts[t], values[t]
+        are_discounts &= zero <= gamma <= one
         if gamma == zero:
             next_value, error = zero, zero
         gain = rewards[t] - value
@@ -143,3 +161,4 @@ def _packed(
         error = delta + gamma * lam * (c_bar if rho > c_bar else rho) * (zero if is_cut else error)
         vs[t] = value + error
         next_value = value
+    return are_discounts

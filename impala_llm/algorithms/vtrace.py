@@ -114,7 +114,6 @@ def vtrace(
     )
     require_bootstrap(bootstrap_value, values)
     _require_caps(rho_bar, c_bar, pg_rho_bar, lam)
-    _require_discounts(discounts)
     if values.numel() == 0:
         return VTraceOutput(values.clone(), values.clone())
 
@@ -153,7 +152,6 @@ def vtrace_packed(
         ("log_rhos", log_rhos), ("discounts", discounts), ("rewards", rewards), ("values", values), ndim=1
     )
     _require_caps(rho_bar, c_bar, pg_rho_bar, lam)
-    _require_discounts(discounts)
     ratio = ratios(apply_dead_band(log_rhos, dead_band))
     vs, advantages = _packed_targets(
         ratio, discounts, rewards, values, bootstrap_value, segment_ids, "segment_ids", Caps(rho_bar, c_bar, lam)
@@ -295,20 +293,6 @@ def _require_caps(rho_bar: float, c_bar: float, pg_rho_bar: float, lam: float) -
     require_at_least("c_bar", c_bar, 0.0)
     if not 0.0 <= lam <= 1.0:
         raise ValueError(f"lam is {lam}: λ must lie in [0, 1]")
-
-
-def _require_discounts(discounts: Tensor) -> None:
-    """Require discounts in [0, 1] where they are in main memory. Behind the first 0 of a padded row may be anything."""
-    if discounts.device.type != "cpu" or not discounts.numel():
-        return
-    low, high = (edge.item() for edge in torch.aminmax(discounts))  # both are NaN where one discount is
-    if low >= 0.0 and high <= 1.0:
-        return
-    is_wrong = ~((discounts >= 0.0) & (discounts <= 1.0))
-    if discounts.ndim == 2:
-        is_wrong &= (discounts == 0.0).cumsum(0) == 0
-    if is_wrong.any():
-        raise ValueError(f"discounts holds {float(discounts[is_wrong][0]):g}: it must lie in [0, 1]")
 
 
 def _require_discount(discount: float) -> None:

@@ -120,7 +120,12 @@ def test_nan_reaches_the_steps_before_it_and_no_other_row(loops: ModuleType, col
     columns[1][:] = 0.9
     segment_ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
     columns[column][60] = NAN
-    vs, advantages = loops.packed_targets(*columns, torch.ones(3, dtype=torch.float64), segment_ids, ALL_ONE)
+    bootstrap = torch.ones(3, dtype=torch.float64)
+    if loops is kernels and column == 1:
+        with pytest.raises(ValueError, match="discounts holds nan: "):
+            loops.packed_targets(*columns, bootstrap, segment_ids, ALL_ONE)
+        return
+    vs, advantages = loops.packed_targets(*columns, bootstrap, segment_ids, ALL_ONE)
     spoilt = torch.zeros(130, dtype=torch.bool)
     spoilt[40:61] = True
     assert torch.equal(vs.isnan(), spoilt)
