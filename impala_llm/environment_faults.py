@@ -144,7 +144,7 @@ class BlockingWatchdog(threading.Thread):
             blocked_s = blocked_s + self._pause_s if call is not None and call is before else 0.0
             if blocked_s >= self._warn_s and not is_told:
                 is_told = True
-                with suppress(OSError):  # a full disk
+                with suppress(Exception):  # of a stream that is closed, or on a full disk
                     self._warn(self._said(blocked_s, where))
             if blocked_s >= self._end_s and is_environment:
                 self._end(self._said(blocked_s, where))
@@ -157,12 +157,11 @@ class BlockingWatchdog(threading.Thread):
         while frame is not None and frame.f_code.co_filename != asyncio.events.__file__:
             frames.append((frame, frame.f_lineno))
             frame = frame.f_back
-        where = own_line(traceback.StackSummary.extract(reversed(frames)))
-        for each, _ in frames:  # the innermost first
+        for number, (each, _) in enumerate(frames):  # the innermost first
             if each.f_code.co_filename == contract.__file__:
-                return each, True, where
+                return each, True, own_line(traceback.StackSummary.extract(reversed(frames[:number])))
         if frame is not None and frames and is_outside(frames[-1][0].f_code.co_filename):
-            return frames[-1][0], False, where
+            return frames[-1][0], False, own_line(traceback.StackSummary.extract(reversed(frames)))
         return None, False, ""
 
     def _said(self, blocked_s: float, where: str) -> str:
@@ -190,8 +189,9 @@ def watch_for_blocking(
 
 def _end_process(reason: str) -> None:
     """End this process with a traceback of all threads and the reason on standard error: no exception reaches a thread
-    that is blocked."""
-    with suppress(OSError, ValueError):
-        faulthandler.dump_traceback()
-        print(reason, file=sys.stderr, flush=True)
-    os._exit(1)
+    that is blocked. sys.stderr may be something else while the environment's call is under way."""
+    try:
+        faulthandler.dump_traceback(2)
+        os.write(2, f"{reason}\n".encode())
+    finally:
+        os._exit(1)
