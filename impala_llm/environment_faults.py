@@ -151,8 +151,12 @@ class BlockingWatchdog(threading.Thread):
                 return
 
     def _look(self) -> tuple[FrameType | None, bool, str]:
-        """The frame of the call that the loop's thread is in, whether contract.py has called an environment there, and
-        the user's line. Else the frame is that of a task whose code is neither ours nor Python's; or None."""
+        """Look at what the loop's thread is in.
+
+        Returns:
+            (the call's frame, whether contract.py made the call, ", in FILE:LINE"). Without a call of contract.py the
+            frame is that of a task whose code is neither ours nor Python's, or None.
+        """
         frames, frame = [], sys._current_frames().get(self._looping)
         while frame is not None and frame.f_code.co_filename != asyncio.events.__file__:
             frames.append((frame, frame.f_lineno))

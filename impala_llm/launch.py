@@ -167,7 +167,7 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
     learner, actors = children[0], children[1:]
     if start.lost_owner is not None:
         learner.environment[LOST_OWNER] = start.lost_owner
-    say(f"starting {_what_starts(learner, actors)}; logs are in {config.run.dir}/logs")
+    say(f"starting {_processes_said(learner, actors)}; logs are in {config.run.dir}/logs")
     if not actors:
         once = "once the learner has begun, " if start.goes_on else ""  # config.yaml is that of before until then
         say(f"{once}start actors with {how_to_join(config)}")
@@ -202,7 +202,7 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
             position = view.position
     if stop_signal():
         onward = "; the same command goes on with it" if can_go_on(config) else ""
-        say(f"the run was interrupted by {signal_name(stop_signal())}{_when(position, config)}{onward}")
+        say(f"the run was interrupted by {signal_name(stop_signal())}{_position_said(position, config)}{onward}")
         return 128 + stop_signal()
     # An actor has found settings that will fail again: all actors have the same ones.
     unfit = [child for child in children if _has_bad_settings(child)]
@@ -216,13 +216,18 @@ def _supervise(config: Config, overrides: Sequence[str], indices: Sequence[int])
     return code if code >= 0 else 128 - code
 
 
-def _what_starts(learner: Child, actors: Sequence[Child]) -> str:
+def _processes_said(learner: Child, actors: Sequence[Child]) -> str:
+    """Return the processes of a run in words: "a learner of 2 ranks and 1 actor"."""
     ranks = f" of {learner.num_ranks} ranks" if (learner.num_ranks or 1) > 1 else ""
     return f"a learner{ranks} and {len(actors)} actor{'s' * (len(actors) != 1)}"
 
 
-def _when(position: str, config: Config) -> str:
-    """How far a run was, by the position that its terminal shows."""
+def _position_said(position: str, config: Config) -> str:
+    """Return how far a run has come, to be said behind what interrupted it.
+
+    Args:
+        position: as the terminal shows it, "12 (30%)"; empty before the first update.
+    """
     if position.partition(" ")[0] == str(config.learner.total_updates):
         return " after its last update"
     return f" at update {position}" if position else ""

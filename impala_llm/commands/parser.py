@@ -218,7 +218,7 @@ def show_help(command: str, words: Sequence[str]) -> int:
 
 
 def _familiar(command: str, word: str, width: int) -> str:
-    """What a word is here that other trainers have for a setting or a preset; empty where it is none."""
+    """Return what a word of other trainers stands for: a setting, or those of a method; empty for no such word."""
     from impala_llm.commands.settings_reference import parts, reference
 
     if (meant := FAMILIAR_NAMES.get(word.lower())) and word not in parts():

@@ -210,8 +210,8 @@ def test_updates_without_an_effect_are_named_with_what_rejects_their_tokens(capl
 
 def test_updates_without_an_advantage_are_named_unless_the_tasks_are_solved(caplog: pytest.LogCaptureFixture) -> None:
     idle = IdleUpdates(AlgorithmConfig())
-    for num_tokens, score in [*[(0, 0.0)] * 19, (8, 0.0), *[(0, 0.95)] * 30, *[(0, 0.2)] * 19]:
-        idle.observe_batch(num_tokens, score)
+    for num_unequal, score in [*[(0, 0.0)] * 19, (8, 0.0), *[(0, 0.95)] * 30, *[(0, 0.2)] * 19]:
+        idle.observe_batch(num_unequal, score)
     assert not caplog.records
     for _ in range(30):
         idle.observe_batch(0, 0.25)
