@@ -148,6 +148,8 @@ class ArenaWriter:
             raise ValueError(f"capacity is {capacity} bytes: at least {8 * _UNIT} are needed (pipeline.arena_mb)")
         self.path = path
         self._num_words = capacity // 8 // _UNIT * _UNIT
+        self.capacity = 8 * self._num_words
+        """Bytes of the ring."""
         num_bytes = _HEADER_BYTES + 8 * self._num_words
         self._lock: FileLock | None = None
         if path is None:
@@ -165,11 +167,6 @@ class ArenaWriter:
         self._live: deque[list[int]] = deque()
         self._by_start: dict[int, list[int]] = {}
         self._head = 0
-
-    @property
-    def capacity(self) -> int:
-        """Bytes of the ring."""
-        return 8 * self._num_words
 
     def write(self, encoded: EncodedTrajectory) -> Span | None:
         """Write a record.

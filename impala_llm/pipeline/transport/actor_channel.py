@@ -281,16 +281,15 @@ class ActorChannel:
                 self._held |= {ticket.ticket_id: ticket for ticket in fresh}
                 return [Grant(fresh)] if fresh else []
             case Ack(sequences):
-                for record in self._records.settle(sequences):
-                    if not record.continues:
-                        self._held.pop(record.ticket_id, None)
+                for ticket_id, continues in self._records.settle(sequences):
+                    if not continues:
+                        self._held.pop(ticket_id, None)
                 return [message]
             case Refused(sequence, _):
                 events: list[Event] = [message]
-                for record in self._records.settle([sequence]):
+                for ticket_id, continues in self._records.settle([sequence]):
                     # The remaining turns of an episode are of no use once one of its unrolls was refused.
-                    ticket_id = record.ticket_id
-                    if self._held.pop(ticket_id, None) is not None and record.continues:
+                    if self._held.pop(ticket_id, None) is not None and continues:
                         events.append(Revoked((ticket_id,)))
                 return events
             case WeightsAnnounced(version, heartbeat_s):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 from impala_llm.pipeline.shm.record import EncodedTrajectory
 from impala_llm.pipeline.shm.ring import ArenaWriter, Span
@@ -26,21 +25,9 @@ _REMINDERS = 5
 Offer = tuple[DescriptorBatch, list[memoryview]]
 """Message, and the records that travel with it as frames."""
 
-
-class RecordInFlight(NamedTuple):
-    """Record in the arena.
-
-    Attributes:
-        descriptor: a row of `DescriptorBatch`.
-        span: in the arena.
-        ticket_id: of its episode.
-        continues: whether more unrolls of the episode are to come.
-    """
-
-    descriptor: bytes
-    span: Span
-    ticket_id: int
-    continues: bool
+_RecordInFlight = tuple[bytes, Span, int, bool]
+"""(row of `DescriptorBatch`, span in the arena, ticket of its episode, whether more unrolls of it are to come). A
+NamedTuple would take five times as long to make, for each record."""
 
 
 class RecordsInFlight:
@@ -61,7 +48,7 @@ class RecordsInFlight:
         self._next_sequence = 0
         self._waiting: deque[tuple[int, bool, EncodedTrajectory]] = deque()
         """(ticket, continues, record) without room in the arena."""
-        self._in_flight: dict[int, RecordInFlight] = {}
+        self._in_flight: dict[int, _RecordInFlight] = {}
         """By sequence."""
         self._unsent: list[int] = []
         self._unsent_words = 0
@@ -81,28 +68,38 @@ class RecordsInFlight:
         Returns:
             True if it lies in the arena; False if it waits for room.
         """
-        if not self._waiting and self._lay(ticket_id, continues, encoded):
-            return True
-        self._waiting.append((ticket_id, continues, encoded))
-        return False
+        if self._waiting or (span := self._arena.write(encoded)) is None:
+            self._waiting.append((ticket_id, continues, encoded))
+            return False
+        sequence = self._next_sequence
+        self._next_sequence = sequence + 1
+        start, num_words, checksum = span
+        descriptor = DESCRIPTOR.pack(sequence, ticket_id, start if self._is_shared else 0, num_words, checksum)
+        self._in_flight[sequence] = descriptor, span, ticket_id, continues
+        self._unsent.append(sequence)
+        self._unsent_words += num_words
+        return True
 
     def use_room(self) -> None:
         """Write the records that wait into the arena, as far as it has room."""
-        while self._waiting and self._lay(*self._waiting[0]):
-            self._waiting.popleft()
+        if self._waiting:
+            waiting, self._waiting = self._waiting, deque()
+            for record in waiting:
+                self.add(*record)
 
-    def settle(self, sequences: Iterable[int]) -> list[RecordInFlight]:
+    def settle(self, sequences: Iterable[int]) -> list[tuple[int, bool]]:
         """Free the records that the learner has answered.
 
         Returns:
-            Those that were in flight.
+            (ticket, whether more unrolls of its episode are to come) of each that was in flight.
         """
-        settled: list[RecordInFlight] = []
+        settled: list[tuple[int, bool]] = []
+        in_flight, free = self._in_flight, self._arena.free
         for sequence in sequences:
-            record = self._in_flight.pop(sequence, None)
-            if record is not None:
-                self._arena.free(record.span.start)
-                settled.append(record)
+            if sequence in in_flight:
+                _, span, ticket_id, continues = in_flight.pop(sequence)
+                free(span.start)
+                settled.append((ticket_id, continues))
         return settled
 
     @property
@@ -162,21 +159,6 @@ class RecordsInFlight:
         self._unsent_words = 0
         return unsent
 
-    def _lay(self, ticket_id: int, continues: bool, encoded: EncodedTrajectory) -> bool:
-        """Write a record into the arena. Returns False where it has no room now."""
-        span = self._arena.write(encoded)
-        if span is None:
-            return False
-        sequence = self._next_sequence
-        self._next_sequence += 1
-        start, num_words, checksum = span
-        descriptor = DESCRIPTOR.pack(sequence, ticket_id, start if self._is_shared else 0, num_words, checksum)
-        # Three times as fast as to call the class.
-        self._in_flight[sequence] = tuple.__new__(RecordInFlight, (descriptor, span, ticket_id, continues))
-        self._unsent.append(sequence)
-        self._unsent_words += num_words
-        return True
-
     def _offers(self, sequences: Iterable[int], reminders: int | None, with_records: bool = True) -> list[Offer]:
         """Make offers of records, without those answered meanwhile.
 
@@ -190,7 +172,7 @@ class RecordsInFlight:
             if sequence not in self._in_flight:
                 continue
             batch.append(sequence)
-            num_bytes += 8 * self._in_flight[sequence].span.num_words
+            num_bytes += 8 * self._in_flight[sequence][1].num_words
             if len(batch) == _MAX_RECORDS or (not self._is_shared and num_bytes >= _MAX_INLINE_BYTES):
                 offers.append(self._offer(batch, reminders, with_records))
                 batch, num_bytes = [], 0
@@ -202,5 +184,5 @@ class RecordsInFlight:
         if reminders is not None:
             self._offered[reminders].append((self._monotonic(), sequences))
         records = [self._in_flight[sequence] for sequence in sequences]
-        frames = [self._arena.view(record.span) for record in records] if with_records and not self._is_shared else []
-        return DescriptorBatch(b"".join([record.descriptor for record in records])), frames
+        frames = [self._arena.view(span) for _, span, _, _ in records] if with_records and not self._is_shared else []
+        return DescriptorBatch(b"".join([descriptor for descriptor, _, _, _ in records])), frames
