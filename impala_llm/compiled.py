@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import numba
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile, InTreeCacheLocator
+from numba.core.registry import cpu_target
 
 _log = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -77,6 +78,13 @@ def _stamp(path: Path) -> str:
             elif file and file.endswith(".py"):
                 digest.update(Path(file).read_bytes())
     return digest.hexdigest()
+
+
+def import_registries() -> None:
+    """Import what numba would import at the first call of a compiled function, so that forks of this process need not:
+    its own functions and those of the C library, in Python and in LLVM."""
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()
 
 
 def compiled(**options: Any) -> Callable[[_Function], _Function]:

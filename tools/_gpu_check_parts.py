@@ -1,4 +1,4 @@
-"""Parts of tools/gpu_check.sh: `_gpu_check_parts.py PART SETTINGS` ends with a line {"passed": bool, "figure": str}.
+"""Parts of tools/gpu_check.sh; gpu_check.py starts a process for each, see `run`.
 
 Each compares what the project computes with a definition of it, or with itself on fewer processes. Models have random
 weights, so that nothing has to be downloaded. A long file: one function a part, which share their models and rows.
@@ -374,22 +374,25 @@ def sglang(settings: dict[str, Any], folder: Path, transfer: str) -> tuple[bool,
 
 
 def checkpoint(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
-    """A run that is killed, loses its shared memory and continues from its checkpoint, against an undisturbed one."""
+    """A run that is killed and loses its shared memory makes the updates since its checkpoint again: with the losses
+    that it had before."""
     words = (
-        *("experiment=corridor", "algorithm.max_staleness=0", "learner.total_updates=12", "learner.batch_size=32"),
-        *("actor.num_actors=1", f"model.device={settings['device']}"),
+        *("experiment=corridor", "algorithm.max_staleness=0", "learner.total_updates=10", "learner.batch_size=32"),
+        *("actor.num_actors=1", "learner.checkpoint_every=3", f"model.device={settings['device']}"),
     )
-    _, whole = train(folder / "whole", *words)
-    resumed = (*words, "learner.checkpoint_every=3")
-    train(folder / "lost", *resumed, until=5)
-    _, again = train(folder / "lost", *resumed)
-    last = {row["step"]: row["loss/total"] for row in again}
-    worst = max(abs(last[row["step"]] - row["loss/total"]) for row in whole)
-    size = statistics.fmean(abs(row["loss/total"]) for row in whole)
+    _, before = train(folder / "lost", *words, until=8)
+    _, after = train(folder / "lost", *words)
+    lost, again = ({row["step"]: row["loss/total"] for row in rows} for rows in (before, after))
     log = (folder / "lost.log").read_text()
-    begin = next((line for line in log.splitlines() if "going on from" in line), "")
-    passed = bool(begin) and len(last) == len(whole) == 12 and worst < SAME * size
-    return passed, f"losses differ by {worst:.1e} at most; {begin.partition(', checkpoint')[0] or 'it began anew'}"
+    begin = next((line for line in log.splitlines() if "going on from update" in line), "")
+    begin = begin.partition(", checkpoint")[0].removeprefix("learner: ")
+    repeated = [step for step in lost if begin and step > int(begin.split()[-1])]
+    if not repeated or list(again) != list(range(1, 11)):
+        return False, begin or "it began anew"
+    worst = max(abs(again[step] - lost[step]) for step in repeated)
+    size = statistics.fmean(abs(loss) for loss in lost.values())
+    figure = f"losses of {len(repeated)} updates made again differ by {worst:.1e} at most; {begin}"
+    return worst < SAME * size, figure
 
 
 def speed(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
@@ -473,14 +476,19 @@ PARTS: dict[str, Callable[[dict[str, Any], Path], tuple[bool, str]]] = {
 }
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 where the part came to a result."""
+def run(name: str, settings: dict[str, Any], log: str) -> None:
+    """Run a part in this process, which leads a session of its own.
+
+    Args:
+        name: in PARTS.
+        settings: see `gpu_check.main`.
+        log: file for all output; its last line is {"passed": bool, "figure": str}, or the error.
+    """
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
     prepare_cuda("float32")
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        passed, figure = PARTS[argv[0]](json.loads(argv[1]), Path(folder))
-    print(json.dumps({"passed": passed, "figure": figure}))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+        passed, figure = PARTS[name](settings, Path(folder))
+    print(json.dumps({"passed": passed, "figure": figure}), flush=True)

@@ -1,5 +1,5 @@
-"""The table of tools/gpu_check.sh. Each part is a process of its own, of _gpu_check_parts.py, with a time limit: one
-that crashes, hangs or runs out of memory fails alone.
+"""The table of tools/gpu_check.sh. Each part of _gpu_check_parts.py has a process of its own and a time limit: one that
+crashes, hangs or runs out of memory fails alone.
 
     PART           WHAT IS COMPARED                                     RESULT     FIGURE
     engine         embedded engine = plain forward                      pass       2.1e-07 nats apart on average
@@ -8,20 +8,21 @@ that crashes, hangs or runs out of memory fails alone.
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
 
 from impala_llm.engines.sglang.launch_args import find_python
 from impala_llm.gpus import visible_gpus
-
-PARTS_FILE = Path(__file__).with_name("_gpu_check_parts.py")
 
 
 @dataclass(frozen=True)
@@ -105,27 +106,32 @@ def find_sglang(named: str | None) -> str | None:
 
 def run_part(name: str, settings: dict[str, object], limit_s: float) -> tuple[str, str]:
     """Run a part in a process of its own. Returns its result (pass | FAIL) and its figure, or the reason."""
-    command = [sys.executable, str(PARTS_FILE), name, json.dumps(settings)]
-    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2)), **os.environ, "TQDM_DISABLE": "1"}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    )
-    try:
-        printed, errors = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
+    os.environ["TQDM_DISABLE"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))  # before torch is imported
+    from _gpu_check_parts import run
+
+    # Forks have all modules imported, and cannot use CUDA.
+    context = multiprocessing.get_context("fork" if settings["device"] == "cpu" else "spawn")
+    with tempfile.NamedTemporaryFile("r") as printed:
+        process = context.Process(target=run, args=(name, settings, printed.name))
+        process.start()
+        try:
+            process.join(limit_s)
+            is_late = process.is_alive()
+        finally:
+            end_group(process)
+        said = [line for line in printed.read().splitlines() if line.strip()]
+    if is_late:
         return "FAIL", f"no result in {limit_s:.0f} s"
-    finally:
-        end_group(process)
-    lines = printed.strip().splitlines()
-    if process.returncode == 0 and lines:
-        found = json.loads(lines[-1])
+    if process.exitcode == 0:
+        found = json.loads(said[-1])
         return ("pass" if found["passed"] else "FAIL"), found["figure"]
-    said = [line for line in errors.strip().splitlines() if line.strip()]
-    return "FAIL", f"exit code {process.returncode}: {said[-1] if said else 'it said nothing'}"
+    return "FAIL", f"exit code {process.exitcode}: {said[-1] if said else 'it said nothing'}"
 
 
-def end_group(process: subprocess.Popen[str]) -> None:
+def end_group(process: BaseProcess) -> None:
     """End a part and what it has started, in sessions of their own too."""
+    assert process.pid is not None
     try:
         relatives = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -134,7 +140,7 @@ def end_group(process: subprocess.Popen[str]) -> None:
         relative.kill()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.join()
 
 
 if __name__ == "__main__":

@@ -257,6 +257,7 @@ def _prepare(request: _Request) -> None:
             os.dup2(log.fileno(), 2)
     with suppress(Exception):
         importlib.import_module(_module(request.command))
+        importlib.import_module("impala_llm.compiled").import_registries()
     gc.freeze()  # it stays to the end, in all processes: no collection need look at it
 
 

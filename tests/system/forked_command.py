@@ -144,8 +144,12 @@ def serve() -> None:
     import impala_llm.actor
     import impala_llm.algorithms.registry
     import impala_llm.commands.parser
-    import impala_llm.commands.preflight  # noqa: F401
+    import impala_llm.commands.preflight
+    import impala_llm.learner
+    import impala_llm.observability.tensorboard  # noqa: F401
+    from impala_llm.compiled import import_registries
 
+    import_registries()
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has no thread but the one that forks"
     gc.freeze()  # a fork that looks through all that was imported copies its memory
     gc.enable()

@@ -7,38 +7,53 @@ import pytest
 
 from tests.system.runs import IMPATIENT, Run, column
 
-PATCH = """
-whole = toy.ParrotSession.step
-count = 0
+OWN_SUITE = """
+import time
+from impala_llm.envs import toy
 
-def broken(self, action):
-    global count
-    count += 1
-    if count > {sound}:
-        {fault}
-    return whole(self, action)
+class Session(toy.ParrotSession):
+    count = 0
 
-toy.ParrotSession.step = broken
+    def reset(self, task_id):
+        {reset}
+        return super().reset(task_id)
+
+    def step(self, action):
+        Session.count += 1
+        if Session.count > {sound}:
+            {fault}
+        observation, reward, terminated, truncated, info = super().step(action)
+        {info}
+        return observation, reward, terminated, truncated, info
+
+class Suite(toy.ParrotSuite):
+    def session(self, training):
+        return Session(self)
 """
 
 
-def patch(folder: Path, code: str) -> str:
-    """Make a folder for PYTHONPATH in which each process runs this code, on the module `toy`, as it starts."""
+def own_suite(folder: Path, reset: str = "pass", sound: int = 0, fault: str = "pass", info: str = "pass") -> str:
+    """Write a user's environment `broken:Suite`, and return its folder, for PYTHONPATH.
+
+    Args:
+        reset: statement before each episode.
+        sound: steps of a process before `fault`.
+        fault: statement before each later step.
+        info: statement after each step, which may change `info`.
+    """
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(f"from impala_llm.envs import toy\n{code}")
+    (folder / "broken.py").write_text(OWN_SUITE.format(reset=reset, sound=sound, fault=fault, info=info))
     return str(folder)
 
 
-def break_environment(folder: Path, sound: int, fault: str) -> str:
-    """A folder for PYTHONPATH in which each process's environment breaks after so many steps."""
-    return patch(folder, PATCH.format(sound=sound, fault=fault))
+TOY = ("experiment=toy", "env=broken:Suite", "actor.num_actors=1")
 
 
 @pytest.mark.system
 def test_an_environment_that_always_raises_ends_the_run_with_the_reason(tmp_path: Path) -> None:
-    settings = ("experiment=toy", "actor.num_actors=1", "learner.total_updates=100000", IMPATIENT)
-    with Run(tmp_path / "run", *settings) as run:
-        run.python_path.insert(0, break_environment(tmp_path / "patch", 200, 'raise KeyError("no such room")'))
+    with Run(tmp_path / "run", *TOY, "learner.total_updates=100000", IMPATIENT) as run:
+        fault = 'raise KeyError("no such room")'
+        run.python_path.insert(0, own_suite(tmp_path / "own", sound=200, fault=fault))
         assert run.train().wait(200) == 2, run.printed()
         run.assert_gone()
         printed = run.log.read_text()
@@ -51,9 +66,8 @@ def test_an_environment_that_always_raises_ends_the_run_with_the_reason(tmp_path
 
 @pytest.mark.system
 def test_an_environment_that_breaks_before_its_first_page_ends_the_run_as_well(tmp_path: Path) -> None:
-    failing = 'def fail(self, argument):\n    raise KeyError("no such house")\ntoy.ParrotSuite.session = fail\n'
-    with Run(tmp_path / "run", "experiment=toy", "actor.num_actors=1", IMPATIENT) as run:
-        run.python_path.insert(0, patch(tmp_path / "patch", failing))
+    with Run(tmp_path / "run", *TOY, IMPATIENT) as run:
+        run.python_path.insert(0, own_suite(tmp_path / "own", reset='raise KeyError("no such house")'))
         assert run.train().wait(200) == 2, run.printed()
         run.assert_gone()
         printed = run.log.read_text()
@@ -63,16 +77,8 @@ def test_an_environment_that_breaks_before_its_first_page_ends_the_run_as_well(t
 @pytest.mark.system
 def test_an_environment_that_returns_what_it_must_not_ends_the_run_at_its_first_episodes(tmp_path: Path) -> None:
     """Without a score; what else is wrong, and how it is named, tests/envs/test_contract.py shows."""
-    wrong = (
-        "whole = toy.ParrotSession.step\n"
-        "def wrong(self, action):\n"
-        "    observation, reward, terminated, truncated, info = whole(self, action)\n"
-        "    info.pop('score', None)\n"
-        "    return observation, reward, terminated, truncated, info\n"
-        "toy.ParrotSession.step = wrong\n"
-    )
-    with Run(tmp_path / "run", "experiment=toy", "actor.num_actors=1") as run:
-        run.python_path.insert(0, patch(tmp_path / "patch", wrong))
+    with Run(tmp_path / "run", *TOY) as run:
+        run.python_path.insert(0, own_suite(tmp_path / "own", info='info.pop("score", None)'))
         printed = run.refused()
         assert "episodes failed one after the other" in printed
         assert "info['score'] is None at the end: a number in [0, 1] is expected" in printed
@@ -121,8 +127,7 @@ def test_pages_that_leave_no_room_for_a_completion_end_the_run_with_the_fix(tmp_
 def test_the_time_of_a_run_ends_it_while_it_waits_for_an_environment_that_blocks_its_actors(tmp_path: Path) -> None:
     """The environment stands still after some updates. Its actor is started again, and there it does so anew."""
     settings = (
-        "experiment=toy",
-        "actor.num_actors=1",
+        *TOY,
         "learner.total_updates=100000",
         "learner.max_minutes=0.15",
         "pipeline.actor_timeout_s=1.5",
@@ -130,7 +135,7 @@ def test_the_time_of_a_run_ends_it_while_it_waits_for_an_environment_that_blocks
         "actor.episode_timeout_s=2",
     )
     with Run(tmp_path / "run", *settings) as run:
-        run.python_path.insert(0, break_environment(tmp_path / "patch", 300, "__import__('time').sleep(1000)"))
+        run.python_path.insert(0, own_suite(tmp_path / "own", sound=300, fault="time.sleep(1000)"))
         assert run.train().wait(120) == 0, run.printed()
         run.assert_gone()
         assert run.rows() and (tmp_path / "run" / "policy" / "model.safetensors").is_file()

@@ -109,6 +109,7 @@ def test_torchrun_starts_ranks_again_of_which_one_is_killed_and_actors_stay(tmp_
         versions = column(run.rows(), "learner/version")
         assert versions == sorted({*versions}) and versions[-1] == 24 and len(versions) >= 23
         assert sum(column(run.rows(), "pipeline/refused")) == 0
+        assert [path.name for path in (tmp_path / "logs").iterdir()] == ["actor-0.log"], "the tool's"
         run.assert_gone()
 
 

@@ -262,20 +262,6 @@ def test_synchronous_runs_of_one_seed_are_equal_to_the_last_bit(tmp_path: Path) 
 
 
 @pytest.mark.system
-def test_a_learner_of_torchrun_and_actors_of_the_tool_find_each_other(tmp_path: Path) -> None:
-    settings = ("experiment=toy", "learner.num_ranks=2", "actor.num_actors=2", "learner.total_updates=5")
-    with Run(tmp_path, *settings) as run:
-        actors = run.start("tools/launch_actors.sh", "--num-actors", "2")
-        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-        learner = run.start(*torchrun, "impala_llm/learner.py")
-        assert learner.wait(120) == 0, run.printed()
-        assert actors.wait(30) == 0, run.printed()
-        assert len(run.rows()) == 5
-        assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["actor-0.log", "actor-1.log"]
-        run.assert_gone()
-
-
-@pytest.mark.system
 def test_actors_of_the_tool_end_on_a_signal_and_without_a_learner(tmp_path: Path) -> None:
     with Run(tmp_path / "signal", "experiment=toy") as run:
         actors = run.start("tools/launch_actors.sh", "--num-actors", "2")
