@@ -16,6 +16,7 @@ def write_settings(path: Path) -> None:
     path.write_text("defaults: [override /algorithm: vtrace]\nalgorithm: {entropy_coef: 0.25}\nrun: {name: mine}\n")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "words",
     [

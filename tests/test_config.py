@@ -27,6 +27,7 @@ OF_THE_USER = {
 """Settings that a preset leaves to its user."""
 
 
+@pytest.mark.system
 def test_every_group_and_experiment_composes():
     for folder in config_folder().iterdir():
         if folder.is_dir():
@@ -86,6 +87,7 @@ def saved(tmp_path: Path) -> Callable[..., str]:
     return save
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("experiment", sorted(path.stem for path in (config_folder() / "experiment").glob("*.yaml")))
 def test_a_preset_beside_a_file_is_that_of_the_command_line(experiment: str, saved: Callable[..., str]) -> None:
     """The file of an experiment with a preset becomes what the experiment itself becomes."""

@@ -8,6 +8,8 @@ import pytest
 
 from tools import long_episodes
 
+pytestmark = pytest.mark.system
+
 WORDS = (long_episodes.__file__, "--versions", "30", "--playing", "192")
 
 

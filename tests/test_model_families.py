@@ -13,6 +13,8 @@ from impala_llm.engines.embedded.engine import TorchEngine
 from impala_llm.learning.policy.model import PolicyModel
 from tests.families import REFUSED, RIGHT, VOCABULARY, build_family, family_config
 
+pytestmark = pytest.mark.system
+
 MAX_LENGTH = 200
 
 

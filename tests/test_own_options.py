@@ -219,6 +219,7 @@ def test_a_parameter_with_a_type_that_is_none_of_a_setting_takes_any_value(own: 
     assert make_suite(config.env).args == ({}, 2)  # type: ignore[attr-defined]
 
 
+@pytest.mark.system
 def test_defaults_that_are_no_plain_values_are_the_same_when_the_settings_are_read_again(own: Path) -> None:
     def arguments(*more: str) -> Any:
         config = load(["model=scratch", *more])

@@ -9,6 +9,8 @@ import pytest
 from impala_llm.config import load
 from tools import quickstart_results
 
+pytestmark = pytest.mark.system
+
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 SETTINGS = sorted(RESULTS.rglob("*.yaml"))
 STUDIES = sorted(RESULTS.rglob("*.jsonl"))

@@ -357,6 +357,7 @@ def test_without_somebody_to_hand_unrolls_to_an_episode_stays_whole(scratch):
     assert len(trajectory.turns) == 2 and not trajectory.continues
 
 
+@pytest.mark.system
 def test_long_observations_take_no_more_memory_the_more_there_were(scratch):
     chat = ChatFormat(scratch)
     letters = "abcd" * 1000

@@ -55,6 +55,7 @@ def own(user_folder: Path) -> None:
     (user_folder / "own_parts.py").write_text(OWN)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("words", "key", "value"),
     [
@@ -83,6 +84,7 @@ def test_a_value_of_a_part_is_read_again_as_it_was(
     assert again(again(config)) == config
 
 
+@pytest.mark.system
 @settings(max_examples=8, deadline=None)
 @given(texts=st.lists(TEXTS, min_size=30, max_size=30))
 def test_every_text_is_read_again_as_it_was(again: Callable[..., Config], texts: list[str]) -> None:

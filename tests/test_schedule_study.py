@@ -13,6 +13,8 @@ import pytest
 from impala_llm.config import load
 from tools import schedule_study as study
 
+pytestmark = pytest.mark.system
+
 
 @pytest.mark.parametrize("task", study.TASKS)
 def test_arms_differ_in_nothing_but_their_own_settings(task: str) -> None:

@@ -30,6 +30,8 @@ from impala_llm.sft import STATE, WarmStart
 from impala_llm.trajectory import Trajectory
 from tests.helpers import files_of_at_most
 
+pytestmark = pytest.mark.system
+
 
 @contextmanager
 def signal_handlers_kept() -> Iterator[None]:

@@ -18,6 +18,8 @@ from impala_llm.sft import STATE
 from tests.helpers import make_tiny_model
 from tests.test_sft import signal_handlers_kept, warm_start, words
 
+pytestmark = pytest.mark.system
+
 FEW = ("demonstrations.num_episodes=12", "sft.epochs=4")
 
 

@@ -40,6 +40,7 @@ def test_a_file_is_short_or_says_why_not(name: str) -> None:
         assert SAYS_WHY in first, f"{num_lines} lines: divide it, or say in the first lines why it is so long"
 
 
+@pytest.mark.system
 def test_functions_are_short_and_have_few_parameters() -> None:
     found = [(name, each) for name, source in FILES.items() for each in functions(source)]
     assert len(found) > 1000, "the search finds functions"

@@ -19,6 +19,8 @@ from tools import _study_lab as lab
 from tools import _study_report as reporting
 from tools import _study_trace as trace
 
+pytestmark = pytest.mark.system
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -22,6 +22,8 @@ from tools import _study_shop as shop
 from tools import _study_stats as stats
 from tools import study
 
+pytestmark = pytest.mark.system
+
 
 def test_the_interquartile_mean_is_that_of_the_middle_half() -> None:
     assert float(stats.interquartile_mean(np.array([9.0, 1.0, 2.0, 4.0]))) == 3.0

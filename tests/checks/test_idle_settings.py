@@ -236,6 +236,7 @@ def test_an_agents_tasks_are_of_no_catalogue() -> None:
         load(["agent.command=echo", "evaluation.unseen_seed=3"])
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("given", "otherwise"),
     [

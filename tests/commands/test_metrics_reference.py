@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from impala_llm.commands.metrics_reference import PARTS, WATCH
 from impala_llm.observability.metrics import describe
 
@@ -12,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
 
 
+@pytest.mark.system
 def test_the_page_of_metrics_is_what_the_declarations_say() -> None:
     """In a process of its own: tests of credits and losses declare more."""
     command = [sys.executable, "-m", "impala_llm.commands.metrics_reference"]

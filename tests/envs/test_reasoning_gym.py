@@ -12,6 +12,8 @@ from impala_llm.envs import contract, make_suite
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.envs.reasoning_gym import EVALUATED
 
+pytestmark = pytest.mark.system
+
 SLOW = {"knight_swap", "zebra_puzzles", "futoshiki"}
 NO_ORACLE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 """Datasets whose items have no answer: there are many, and the scorer knows a right one."""

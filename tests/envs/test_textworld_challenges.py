@@ -10,6 +10,8 @@ import pytest
 from impala_llm.config import load
 from impala_llm.envs import make_suite
 
+pytestmark = pytest.mark.system
+
 LIBRARY = {
     "__init__.py": """
 class EnvInfos:

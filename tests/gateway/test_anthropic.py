@@ -12,6 +12,8 @@ from tests.gateway.test_server import Served, serving
 from tests.gateway.test_tools import Scripted, chat, ids
 from tests.gateway.tool_policy import CALL, CALLED, CALLS
 
+pytestmark = pytest.mark.system
+
 __all__ = ["chat"]
 TOOL: Any = {"name": "look_up", "description": "Number of a letter.", "input_schema": {"type": "object"}}
 

@@ -154,6 +154,7 @@ def assert_same_as_plain_rows(lm: PreTrainedModel, plain: PreTrainedModel, imple
         torch.testing.assert_close(one.grad, other.grad, atol=1e-4, rtol=1e-3, msg=name)
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("uncompiled", "on_gpu")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_flex_attention_keeps_packed_rows_apart(family: str) -> None:

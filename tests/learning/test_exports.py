@@ -24,6 +24,7 @@ def test_the_report_of_an_evaluation_is_no_file_of_a_policy(tmp_path: Path) -> N
     assert {"config.json"} <= set(policy_files(best)) <= {"config.json", "generation_config.json"}
 
 
+@pytest.mark.system
 @torch.no_grad()
 def test_each_version_of_another_type_has_the_weights_of_its_step_wherever_they_lie(tmp_path: Path) -> None:
     model = PolicyModel.from_pretrained(save_lm(tmp_path / "start"))

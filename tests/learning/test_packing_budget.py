@@ -107,6 +107,7 @@ def of_smaller_budget(tmp_path_factory: pytest.TempPathFactory) -> dict[str, flo
     return trained(directory, of_two_steps(40, directory))[1]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("after", range(8))
 def test_nothing_is_counted_twice_wherever_memory_runs_out(
     tmp_path: Path, after: int, of_smaller_budget: dict[str, float]

@@ -40,6 +40,7 @@ def test_the_gpus_precision_is_a_setting_of_its_own(setting: str, expected: str)
     assert torch.backends.cuda.matmul.fp32_precision == expected
 
 
+@pytest.mark.system
 def test_freed_tensors_give_their_memory_back_to_the_system() -> None:
     """In a process of its own, with the supervisor's settings: the holes between what is kept take no memory."""
     program = (

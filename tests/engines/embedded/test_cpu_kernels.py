@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 NORMS = """
 import hashlib, numpy as np
 from impala_llm.engines.embedded import cpu_kernels
@@ -16,6 +18,7 @@ print(hashlib.sha256(normed.tobytes()).hexdigest())
 """
 
 
+@pytest.mark.system
 def test_a_process_that_compiles_computes_the_bits_of_those_that_load(tmp_path: Path) -> None:
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     found = [

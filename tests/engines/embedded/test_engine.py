@@ -229,6 +229,7 @@ def test_bfloat16_weights_are_close(make_model: MakeModel, plain_log_probs: Call
     assert np.abs(completion.log_probs - expected).mean() < 0.3
 
 
+@pytest.mark.system
 def test_engine_and_learner_agree_in_bfloat16_where_logits_are_large(tmp_path: Path) -> None:
     torch.manual_seed(0)
     shape = {"vocab_size": 2000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8}

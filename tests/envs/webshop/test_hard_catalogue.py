@@ -14,6 +14,8 @@ from impala_llm.envs.webshop.shelves import SHELVES, SYNONYMS
 from impala_llm.envs.webshop.suite import WebShopSuite, suite_from_config
 from impala_llm.settings import WebShopConfig
 
+pytestmark = pytest.mark.system
+
 SEEDS = (0, 7, 11, 12, 13)
 
 

@@ -146,6 +146,7 @@ def test_a_valid_record_is_copied_and_its_versions_told() -> None:
     assert target.tolist() == [GUARD, *words.tolist(), GUARD]
 
 
+@pytest.mark.system
 def test_records_are_judged_one_by_one_and_copied_to_their_rows() -> None:
     records = [np.frombuffer(record_bytes(make_trajectory(num_tokens=n, version=n)), np.uint64) for n in (9, 40, 23)]
     source = np.concatenate([records[0], np.zeros(3, np.uint64), records[1], records[2]])

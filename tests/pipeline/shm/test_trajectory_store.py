@@ -250,6 +250,7 @@ def known(ticket_id: int) -> tuple[bytes, bytes, int]:
     return trajectory.block.tobytes(), trajectory.tokens.tobytes(), -(-len(words_of(trajectory)) // 8) * 64
 
 
+@pytest.mark.system
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**32), st.sampled_from([512, 4096, CAPACITY]))
 def test_random_use_loses_changes_and_overlaps_nothing(

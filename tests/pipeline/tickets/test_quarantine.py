@@ -93,6 +93,7 @@ def test_a_later_learner_counts_on(tmp_path: Path) -> None:
     assert lost == [ticket]
 
 
+@pytest.mark.system
 def test_the_learner_says_which_task_it_has_set_aside(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     receiver = pair.receiver(heartbeat_timeout_s=0.1)
     for death in range(1, 6):
