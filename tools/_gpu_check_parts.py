@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -476,13 +477,14 @@ PARTS: dict[str, Callable[[dict[str, Any], Path], tuple[bool, str]]] = {
 }
 
 
-def run(name: str, settings: dict[str, Any], log: str) -> None:
+def run(name: str, settings: dict[str, Any], result: Connection, log: str) -> None:
     """Run a part in this process, which leads a session of its own.
 
     Args:
         name: in PARTS.
         settings: see `gpu_check.main`.
-        log: file for all output; its last line is {"passed": bool, "figure": str}, or the error.
+        result: is sent {"passed": bool, "figure": str}, as JSON.
+        log: file for all output; its last line is the error, where there is one.
     """
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
@@ -491,4 +493,4 @@ def run(name: str, settings: dict[str, Any], log: str) -> None:
     prepare_cuda("float32")
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         passed, figure = PARTS[name](settings, Path(folder))
-    print(json.dumps({"passed": passed, "figure": figure}), flush=True)
+    result.send_bytes(json.dumps({"passed": passed, "figure": figure}).encode())

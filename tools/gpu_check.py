@@ -112,19 +112,20 @@ def run_part(name: str, settings: dict[str, object], limit_s: float) -> tuple[st
 
     # Forks have all modules imported, and cannot use CUDA.
     context = multiprocessing.get_context("fork" if settings["device"] == "cpu" else "spawn")
-    with tempfile.NamedTemporaryFile("r") as printed:
-        process = context.Process(target=run, args=(name, settings, printed.name))
+    receiving, sending = context.Pipe(duplex=False)
+    with tempfile.NamedTemporaryFile("r") as log:
+        process = context.Process(target=run, args=(name, settings, sending, log.name))
         process.start()
         try:
             process.join(limit_s)
             is_late = process.is_alive()
         finally:
             end_group(process)
-        said = [line for line in printed.read().splitlines() if line.strip()]
+        said = [line for line in log.read().splitlines() if line.strip()]
     if is_late:
         return "FAIL", f"no result in {limit_s:.0f} s"
-    if process.exitcode == 0:
-        found = json.loads(said[-1])
+    if process.exitcode == 0 and receiving.poll():
+        found = json.loads(receiving.recv_bytes())
         return ("pass" if found["passed"] else "FAIL"), found["figure"]
     return "FAIL", f"exit code {process.exitcode}: {said[-1] if said else 'it said nothing'}"
 
@@ -140,6 +141,7 @@ def end_group(process: BaseProcess) -> None:
         relative.kill()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    process.kill()  # it may not lead its group yet
     process.join()
 
 

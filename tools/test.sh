@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Every check of the repository, in a virtual environment that it makes itself. Arguments go to pytest:
 #   tools/test.sh                          everything
+#   tools/test.sh -m "not system"          the linters, and of the tests those that need two minutes in all
 #   tools/test.sh tests/envs -k reward     the linters, and of the tests only these
 #   IMPALA_LLM_EXAMPLES=10 tools/test.sh   ten times as many random examples in the tests of decoders and tickets
 # All checks run even when one fails; the exit status is 0 only if none did.

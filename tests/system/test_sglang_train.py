@@ -21,7 +21,7 @@ from tests.system.sglang import mapped_shared_files, needs_sglang, sglang_python
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900), needs_sglang]
 
 UPDATES = 200
-"""At most: 80 are enough for half of the score, and to outlast the new start of a server."""
+"""At most: 60 are enough for a third of the score, and to outlast the new start of a server."""
 START_S = 300.0
 """Deadline of each phase; generous, since machines may be busy."""
 
@@ -84,9 +84,9 @@ def test_two_actors_with_servers_learn_although_one_server_is_killed(tmp_path: P
 
         def has_learned() -> bool:
             scores = column(run.rows(), "rollout/score")
-            return bool(np.mean(scores[-10:]) >= 0.5)
+            return bool(np.mean(scores[-10:]) >= 0.3)
 
-        run.wait_for(lambda: len(run.rows()) > back and has_learned(), "a score of 0.5", START_S)
+        run.wait_for(lambda: len(run.rows()) > back and has_learned(), "a score of 0.3", START_S)
         training.send_signal(signal.SIGINT)
         assert training.wait(START_S) == 128 + signal.SIGINT, run.printed()
         run.assert_gone()
