@@ -284,7 +284,7 @@ def refuse_unknown_keys(overrides: Sequence[str]) -> None:
         elif kind_of(name) is not None:
             continue  # what options there are, the part that is chosen says
         elif name not in known and name not in parts and name not in _groups():
-            found.append(f"{name}={value} is an unknown key: {_suggestion(name, list(known))}")
+            found.append(f"{name}={value} is an unknown key: {_suggestion(name, [*known, *_groups()])}")
     if found:
         raise ConfigError("\n".join(found))
 
@@ -295,7 +295,7 @@ def _suggestion(key: str, known: Sequence[str]) -> str:
         return "`impala-llm train --help WORD` searches all keys"
     kind = kind_of(meant)
     having = parts_with(kind, meant.rpartition(".")[2]) if kind else []
-    owners = f", which {' and '.join(having)} {'has' if len(having) == 1 else 'have'}" if having else ""
+    owners = f", which {', '.join(having)} {'has' if len(having) == 1 else 'have'}" if having else ""
     return f"did you mean {meant}{owners}?"
 
 

@@ -403,7 +403,7 @@ def _meant_option(kind: PartKind, name: str, option: str, own: Sequence[str]) ->
         having = parts_with(kind, close[0])
         it = "it" if close[0] == option else f"{kind.options_key}.{close[0]}"
         way = f"set {kind.key}={having[0]}" if len(having) == 1 else "choose one of these"
-        return f"{' and '.join(having)} {'has' if len(having) == 1 else 'have'} {it}; leave it out, or {way}"
+        return f"{', '.join(having)} {'has' if len(having) == 1 else 'have'} {it}; leave it out, or {way}"
     if name in kind.settings:
         return f"its settings are {kind.settings[name]}.*"
     return f"its options are {', '.join(own)}" if own else "it has no options"

@@ -274,6 +274,8 @@ def test_none_is_null_on_the_command_line() -> None:
         (["learner.learning_rate=fast"], ["learner.learning_rate=fast", "a number is expected"]),
         (["algorithm=grpo"], ["algorithm=grpo is not known: here it is algorithm=group_relative_by_std"]),
         (["algorithm=pppo"], ["algorithm=pppo is not known: did you mean algorithm=ppo? choose one of decoupled_ppo,"]),
+        (["algoritm=ppo"], ["algoritm=ppo is an unknown key: did you mean algorithm?"]),
+        (["learner.decay=lineer"], ["learner.decay=lineer is not known: did you mean linear? choose one of"]),
         (["replay=Prioritized"], ["did you mean replay=prioritised?"]),
         (["model=tinny"], ["did you mean model=tiny_shopper?"]),
         (["engine=sglan"], ["did you mean engine=sglang?"]),

@@ -8,10 +8,10 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -378,18 +378,24 @@ def checkpoint(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
     """A run that is killed and loses its shared memory makes the updates since its checkpoint again: with the losses
     that it had before."""
     words = (
-        *("experiment=corridor", "algorithm.max_staleness=0", "learner.total_updates=10", "learner.batch_size=32"),
-        *("actor.num_actors=1", "learner.checkpoint_every=3", f"model.device={settings['device']}"),
+        *("experiment=corridor", "algorithm.max_staleness=0", "learner.batch_size=32", "actor.num_actors=1"),
+        *("learner.checkpoint_every=3", f"model.device={settings['device']}"),
+        # More than a fast host makes before it is killed.
+        *("learner.total_updates=1000000", "learner.decay=constant"),
     )
     _, before = train(folder / "lost", *words, until=8)
-    _, after = train(folder / "lost", *words)
+    last = before[-1]["step"]
+    # It may have been killed right behind the newest, after which there would be no update to make again.
+    for newer in sorted((folder / "lost" / "checkpoints").glob("update-*"))[1:]:
+        shutil.rmtree(newer)
+    _, after = train(folder / "lost", *words, until=last + 3)
     lost, again = ({row["step"]: row["loss/total"] for row in rows} for rows in (before, after))
     log = (folder / "lost.log").read_text()
     begin = next((line for line in log.splitlines() if "going on from update" in line), "")
     begin = begin.partition(", checkpoint")[0].removeprefix("learner: ")
     repeated = [step for step in lost if begin and step > int(begin.split()[-1])]
-    if not repeated or list(again) != list(range(1, 11)):
-        return False, begin or "it began anew"
+    if not repeated or list(again) != list(range(1, len(again) + 1)):
+        return False, f"no update was made again: {begin or 'it began anew'}"
     worst = max(abs(again[step] - lost[step]) for step in repeated)
     size = statistics.fmean(abs(loss) for loss in lost.values())
     figure = f"losses of {len(repeated)} updates made again differ by {worst:.1e} at most; {begin}"
@@ -477,20 +483,20 @@ PARTS: dict[str, Callable[[dict[str, Any], Path], tuple[bool, str]]] = {
 }
 
 
-def run(name: str, settings: dict[str, Any], result: Connection, log: str) -> None:
+def run(name: str, settings: dict[str, Any], result: Connection, log: Path) -> None:
     """Run a part in this process, which leads a session of its own.
 
     Args:
         name: in PARTS.
         settings: see `gpu_check.main`.
         result: is sent {"passed": bool, "figure": str}, as JSON.
-        log: file for all output; its last line is the error, where there is one.
+        log: file for all output, in a folder that the part may use; its last line is the error, where there is one.
     """
     os.setsid()
-    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
     prepare_cuda("float32")
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        passed, figure = PARTS[name](settings, Path(folder))
+    passed, figure = PARTS[name](settings, log.parent)
     result.send_bytes(json.dumps({"passed": passed, "figure": figure}).encode())

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -44,7 +45,7 @@ PARTS = {
     "fsdp2": Part("FSDP2, and with CPU offload = replicated"),
     "sglang-disk": Part("SGLang, weights by the board", 2, needs_sglang=True, limit_s=1200),
     "sglang-group": Part("SGLang, weights by process group", 2, needs_sglang=True, limit_s=1200),
-    "checkpoint": Part("resumed run = undisturbed run"),
+    "checkpoint": Part("updates made again = before the kill"),
     "speed": Part("learner: tokens a second, MFU"),
     "idle": Part("a short run: idle shares"),
 }
@@ -113,21 +114,23 @@ def run_part(name: str, settings: dict[str, object], limit_s: float) -> tuple[st
     # Forks have all modules imported, and cannot use CUDA.
     context = multiprocessing.get_context("fork" if settings["device"] == "cpu" else "spawn")
     receiving, sending = context.Pipe(duplex=False)
-    with tempfile.NamedTemporaryFile("r") as log:
-        process = context.Process(target=run, args=(name, settings, sending, log.name))
+    with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as folder:
+        log = Path(folder) / "log"
+        process = context.Process(target=run, args=(name, settings, sending, log))
         process.start()
         try:
-            process.join(limit_s)
-            is_late = process.is_alive()
+            is_late = not wait([receiving, process.sentinel], limit_s)
+            result = receiving.recv_bytes() if receiving.poll() else None
         finally:
             end_group(process)
-        said = [line for line in log.read().splitlines() if line.strip()]
+        said = log.read_text(errors="replace").splitlines() if log.exists() else []
+    if result is not None:
+        found = json.loads(result)
+        return ("pass" if found["passed"] else "FAIL"), found["figure"]
     if is_late:
         return "FAIL", f"no result in {limit_s:.0f} s"
-    if process.exitcode == 0 and receiving.poll():
-        found = json.loads(receiving.recv_bytes())
-        return ("pass" if found["passed"] else "FAIL"), found["figure"]
-    return "FAIL", f"exit code {process.exitcode}: {said[-1] if said else 'it said nothing'}"
+    last = next((line for line in reversed(said) if line.strip()), "it said nothing")
+    return "FAIL", f"exit code {process.exitcode}: {last}"
 
 
 def end_group(process: BaseProcess) -> None:
@@ -146,4 +149,8 @@ def end_group(process: BaseProcess) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of `finally`
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

@@ -119,6 +119,7 @@ def examine(overrides: Sequence[str]) -> list[Finding]:
     gpus = gpu_names()
     torch = run_probe(TORCH_PROBE)
     found = [versions(), processor_and_memory(), gpu_use(gpus, torch)]
+    is_of_host = not overrides
     try:
         config, overrides = with_num_actors(load(overrides), overrides, visible_gpus())
     except ConfigError as error:
@@ -127,7 +128,10 @@ def examine(overrides: Sequence[str]) -> list[Finding]:
         found += looked_at(config, {part: checks[part] for part in HOST_PARTS})
         return [*found, open_files(config), process_group(config, (), torch)]
     is_learner = config.pipeline.connect is None or config.pipeline.bind is not None
-    found += looked_at(config, training_checks() if is_learner else actors_checks())
+    checks = training_checks() if is_learner else actors_checks()
+    if is_of_host:
+        checks.pop("run folder", None)  # that a run of the default name is there is no fault of this host
+    found += looked_at(config, checks)
     found += [processes(config), open_files(config)]
     if is_learner:
         found += [learner_memory(config, torch), process_group(config, overrides, torch)]

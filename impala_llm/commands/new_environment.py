@@ -103,6 +103,7 @@ def main(words: Sequence[str]) -> int:
     print(
         f"{name}.py and test_{name}.py are written. Try them:\n"
         f"  {program('python')} -m pytest test_{name}.py\n"
-        f"  {program('impala-llm')} train model=scratch env={name}:Suite engine.max_new_tokens=2 engine.max_length=64"
+        f"  {program('impala-llm')} train model=scratch env={name}:Suite run.name={name} engine.max_new_tokens=2 "
+        "engine.max_length=64"
     )
     return 0

@@ -437,6 +437,17 @@ def test_people_get_a_line_a_part_and_the_fixes_below(capsys: pytest.CaptureFixt
     assert "learner.batch_size=-1" in rows[4] and "replay.capacity_mb=-2" in rows[5] and summary == "1 part is wrong"
 
 
+@pytest.mark.usefixtures("without_ranks")
+def test_without_settings_an_earlier_run_is_no_fault_of_the_host(user_folder: Path) -> None:
+    metrics = user_folder / "outputs" / "impala" / "tensorboard" / "metrics.jsonl"
+    metrics.parent.mkdir(parents=True)
+    metrics.write_text('{"step": 1}\n')
+    found = {each.part: each.problems for each in doctor.examine([])}
+    assert "run folder" not in found and "environment" in found
+    named = {each.part: each.problems for each in doctor.examine(["run.name=impala"])}
+    assert "outputs/impala" in named["run folder"][0]
+
+
 def test_what_a_sitecustomize_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('welcome')")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")

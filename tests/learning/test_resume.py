@@ -215,7 +215,7 @@ def test_what_another_run_of_the_folder_left_in_memory_is_discarded(settings: li
 
 
 def test_what_is_left_in_memory_is_not_removed_in_silence(settings: list[str]) -> None:
-    """Where the run's folder on the disk holds none the command begins anew."""
+    """Without a run in its folder on the disk the command begins a new one."""
     leave_in_memory(settings, Path(load(settings).run.dir))
     assert how_to_start(load([*settings, "run.resume=true"])) == Start(take_over=True)
     start = how_to_start(load(settings))
@@ -420,7 +420,9 @@ def test_kept_settings_are_compared_with_the_folders_that_they_mean(settings: li
 def test_a_run_that_evaluations_have_ended_goes_on_only_with_more_patience(settings: list[str]) -> None:
     evaluated = ["evaluation.every_updates=5", "evaluation.patience=3"]
     make_run(settings, 20, *evaluated, patience=3)
-    assert "which has finished at update 20: raise evaluation.patience=3, or" in refusal([*settings, *evaluated])
+    assert "which has finished at update 20: raise evaluation.patience=3, evaluate it: " in refusal(
+        [*settings, *evaluated]
+    )
     assert how_to_start(load([*settings, evaluated[0], "evaluation.patience=4"])).run_id == 77
     assert how_to_start(load([*settings, evaluated[0]])).run_id == 77
 
@@ -502,7 +504,7 @@ def test_other_settings_may_change_and_are_named(settings: list[str], tmp_path: 
 
 @pytest.mark.parametrize("key", ["replay.capacity", "replay.capacity_mb"])
 def test_sizes_of_what_is_left_in_memory_change_only_with_what_is_on_the_disk(key: str, settings: list[str]) -> None:
-    """Where the trajectories lie in shared memory there is no room for more, and newer work is not given up unasked."""
+    """Shared memory that holds trajectories cannot grow, and newer work is given up only where the user asks for it."""
     folder = make_run(settings, 20, f"{key}=100")
     assert how_to_start(load([*settings, f"{key}=200"])) == Start(
         take_over=False, run_id=77, notes=(f"going on with {key}=200, before 100",)

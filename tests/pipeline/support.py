@@ -68,7 +68,7 @@ def contents(trajectory: Trajectory) -> dict[str, object]:
     }
 
 
-def turns_until(condition: Callable[[], bool], *actors: ActorChannel, timeout_s: float = 20.0) -> list[object]:
+def turns_until(condition: Callable[[], bool], *actors: ActorChannel, timeout_s: float = 60.0) -> list[object]:
     """Poll the actors in turn until the condition holds. Returns their events; fails after `timeout_s` seconds."""
     events: list[object] = []
     for _ in _until(timeout_s):

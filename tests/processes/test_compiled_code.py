@@ -8,26 +8,26 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from impala_llm.processes.compiled_code import keep_compiled_code
+from impala_llm.processes.compiled_code import VARIABLE, keep_compiled_code
 
 SHOWS = """
-import os
+import os, sys
 from pathlib import Path
-import {imports}
-from impala_llm.processes.compiled_code import keep_compiled_code
-keep_compiled_code(Path({otherwise!r}))
+import impala_llm.learner
+from impala_llm.processes.compiled_code import VARIABLE, keep_compiled_code
 from torch._inductor.runtime.cache_dir_utils import cache_dir
-print(cache_dir())
+
+def show():
+    keep_compiled_code(Path(sys.argv[1]))
+    print(cache_dir())
+
+show()
+os.environ[VARIABLE] = sys.argv[2]
+show()
+del os.environ[VARIABLE]
+(Path.home() / ".cache/impala_llm/inductor").chmod(0o777)
+show()
 """
-
-
-def found(home: Path, otherwise: Path, imports: str = "torch", **given: str) -> Path:
-    """The folder that torch uses in a new process, after these imports."""
-    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
-    code = SHOWS.format(imports=imports, otherwise=str(otherwise))
-    environment |= {"HOME": str(home), **given}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    return Path(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads ELF headers")
@@ -58,9 +58,10 @@ def test_a_library_whose_compiler_was_killed_is_removed(tmp_path: Path, monkeypa
 
 @pytest.mark.system
 def test_compiled_layers_lie_where_no_other_user_can_put_code(tmp_path: Path) -> None:
-    lasting = found(tmp_path, tmp_path / "run", "impala_llm.learner")
-    assert lasting == tmp_path / ".cache" / "impala_llm" / "inductor" and lasting.stat().st_mode & 0o777 == 0o700
-    own = tmp_path / "own"
-    assert found(tmp_path, tmp_path / "run", TORCHINDUCTOR_CACHE_DIR=str(own)) == own
-    lasting.chmod(0o777)
-    assert found(tmp_path, tmp_path / "run") == tmp_path / "run"
+    """By itself; where the user names a folder; and where others may write into that of before."""
+    own, run = tmp_path / "own", tmp_path / "run"
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE} | {"HOME": str(tmp_path)}
+    command = [sys.executable, "-c", SHOWS, str(run), str(own)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    lasting = tmp_path / ".cache" / "impala_llm" / "inductor"
+    assert [Path(line) for line in done.stdout.splitlines()[-3:]] == [lasting, own, run]

@@ -14,10 +14,6 @@ from impala_llm.envs import toy
 class Session(toy.ParrotSession):
     count = 0
 
-    def reset(self, task_id):
-        {reset}
-        return super().reset(task_id)
-
     def step(self, action):
         Session.count += 1
         if Session.count > {sound}:
@@ -28,21 +24,22 @@ class Session(toy.ParrotSession):
 
 class Suite(toy.ParrotSuite):
     def session(self, training):
+        {session}
         return Session(self)
 """
 
 
-def own_suite(folder: Path, reset: str = "pass", sound: int = 0, fault: str = "pass", info: str = "pass") -> str:
+def own_suite(folder: Path, session: str = "pass", sound: int = 0, fault: str = "pass", info: str = "pass") -> str:
     """Write a user's environment `broken:Suite`, and return its folder, for PYTHONPATH.
 
     Args:
-        reset: statement before each episode.
+        session: statement before a session is made.
         sound: steps of a process before `fault`.
         fault: statement before each later step.
         info: statement after each step, which may change `info`.
     """
     folder.mkdir()
-    (folder / "broken.py").write_text(OWN_SUITE.format(reset=reset, sound=sound, fault=fault, info=info))
+    (folder / "broken.py").write_text(OWN_SUITE.format(session=session, sound=sound, fault=fault, info=info))
     return str(folder)
 
 
@@ -67,7 +64,7 @@ def test_an_environment_that_always_raises_ends_the_run_with_the_reason(tmp_path
 @pytest.mark.system
 def test_an_environment_that_breaks_before_its_first_page_ends_the_run_as_well(tmp_path: Path) -> None:
     with Run(tmp_path / "run", *TOY, IMPATIENT) as run:
-        run.python_path.insert(0, own_suite(tmp_path / "own", reset='raise KeyError("no such house")'))
+        run.python_path.insert(0, own_suite(tmp_path / "own", session='raise KeyError("no such house")'))
         assert run.train().wait(200) == 2, run.printed()
         run.assert_gone()
         printed = run.log.read_text()

@@ -77,7 +77,7 @@ def alone(start: Start, policy: Path, tmp_path_factory: pytest.TempPathFactory) 
         (3, ["learner.sharding=fsdp2"]),
         (2, ["learner.tensor_parallel=2"]),
         (2, ["learner.sharding=fsdp2", "learner.token_budget=auto"]),
-        pytest.param(1, ["learner.sharding=fsdp2", "learner.compile_layers=true"], marks=needs_a_path_without_spaces),
+        pytest.param(2, ["learner.sharding=fsdp2", "learner.compile_layers=true"], marks=needs_a_path_without_spaces),
         (4, ["learner.tensor_parallel=2", "learner.token_budget=auto"]),
     ],
 )

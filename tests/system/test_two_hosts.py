@@ -187,7 +187,7 @@ def num_skipped(folder: Path) -> int:
 def test_no_task_is_skipped_where_actors_outlive_the_host_of_their_learner(
     hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
-    """What they play meanwhile is of older weights than the tickets demand once the run goes on."""
+    """Episodes played meanwhile are of older weights than the tickets demand once the run goes on."""
     learner_host, actor_host = hosts
     folder, away = copy_keys(tmp_path)
     server = f"tcp://{LEARNER}:{PORT}"

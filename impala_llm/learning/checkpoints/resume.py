@@ -32,6 +32,7 @@ from impala_llm.pipeline.shm.run_directory import (
 )
 from impala_llm.pipeline.shm.store_header import settings_of
 from impala_llm.plugs import short_name
+from impala_llm.processes.programs import how_to_evaluate
 from impala_llm.processes.supervised import LOST_OWNER, SUPERVISED
 from impala_llm.settings import Config, holds_run, leaves, model_directory, written
 from impala_llm.writable_folders import try_to_write, writing_to
@@ -116,7 +117,10 @@ def how_to_start(config: Config) -> Start:
     if left is not None:
         _check_sizes(config, left, checkpoint)
     if left is None and checkpoint is not None and (limit := _finished(config, checkpoint)):
-        raise ConfigError(f"{where}, which has finished at update {checkpoint.update}: raise {limit}, or {anew}")
+        evaluated = how_to_evaluate(folder)
+        raise ConfigError(
+            f"{where}, which has finished at update {checkpoint.update}: raise {limit}, {evaluated}, or {anew}"
+        )
     return Start(take_over=left is not None, run_id=run_id, notes=(*notes, *changed))
 
 

@@ -54,7 +54,7 @@ class RecordTooLarge(ArenaError):
 
 
 class Span(NamedTuple):
-    """Where a record lies: start and length in words of 8 bytes, and its checksum (`copy_kernels.checksum`) as
+    """Location of a record: start and length in words of 8 bytes, and its checksum (`copy_kernels.checksum`) as
     int64."""
 
     start: int

@@ -68,24 +68,15 @@ class RecordsInFlight:
         Returns:
             True if it lies in the arena; False if it waits for room.
         """
-        if self._waiting or (span := self._arena.write(encoded)) is None:
+        if self._waiting or not self._lay(ticket_id, continues, encoded):
             self._waiting.append((ticket_id, continues, encoded))
             return False
-        sequence = self._next_sequence
-        self._next_sequence = sequence + 1
-        start, num_words, checksum = span
-        descriptor = DESCRIPTOR.pack(sequence, ticket_id, start if self._is_shared else 0, num_words, checksum)
-        self._in_flight[sequence] = descriptor, span, ticket_id, continues
-        self._unsent.append(sequence)
-        self._unsent_words += num_words
         return True
 
     def use_room(self) -> None:
         """Write the records that wait into the arena, as far as it has room."""
-        if self._waiting:
-            waiting, self._waiting = self._waiting, deque()
-            for record in waiting:
-                self.add(*record)
+        while self._waiting and self._lay(*self._waiting[0]):
+            self._waiting.popleft()
 
     def settle(self, sequences: Iterable[int]) -> list[tuple[int, bool]]:
         """Free the records that the learner has answered.
@@ -158,6 +149,20 @@ class RecordsInFlight:
         unsent, self._unsent = self._unsent, []
         self._unsent_words = 0
         return unsent
+
+    def _lay(self, ticket_id: int, continues: bool, encoded: EncodedTrajectory) -> bool:
+        """Write a record into the arena. Returns False where it has no room now."""
+        span = self._arena.write(encoded)
+        if span is None:
+            return False
+        sequence = self._next_sequence
+        self._next_sequence = sequence + 1
+        start, num_words, checksum = span
+        descriptor = DESCRIPTOR.pack(sequence, ticket_id, start if self._is_shared else 0, num_words, checksum)
+        self._in_flight[sequence] = descriptor, span, ticket_id, continues
+        self._unsent.append(sequence)
+        self._unsent_words += num_words
+        return True
 
     def _offers(self, sequences: Iterable[int], reminders: int | None, with_records: bool = True) -> list[Offer]:
         """Make offers of records, without those answered meanwhile.

@@ -161,7 +161,9 @@ class SessionRegistry:
         """
         identity = address[1]
         if identity != f"{hello.actor_id}#{hello.incarnation:016x}".encode():
-            raise WireError(f"actor {hello.actor_id!r} speaks as {identity!r}: the two do not belong together")
+            raise WireError(
+                f"actor {hello.actor_id!r} sends with the socket identity {identity!r}: the two do not belong together"
+            )
         # Later messages are matched by the routing id alone, which contains a random number that only this actor knows.
         if (owner := self._key_of.setdefault(hello.actor_id, key)) != key:
             first, now = (f"the key {name!r}" if name else "this host" for name in (owner, key))

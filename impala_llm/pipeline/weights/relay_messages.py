@@ -215,7 +215,7 @@ def _decode(frame: bytes, kinds: Mapping[int, type[_Message]], what: str, max_by
         raise RelayWireError("no schema version and code")
     if values[0] != SCHEMA_VERSION:
         raise RelayWireError(
-            f"schema {values[0]}: this side speaks {SCHEMA_VERSION}, run the same version on all hosts"
+            f"schema {values[0]}: this side uses schema {SCHEMA_VERSION}, run the same version on all hosts"
         )
     if values[1] not in kinds:
         raise RelayWireError(f"code {values[1]} is no {what}")

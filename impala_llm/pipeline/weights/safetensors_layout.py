@@ -32,7 +32,7 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: bytes [start, end) of the file; dtype by its safetensors name."""
+    """Location of a tensor: bytes [start, end) of the file; dtype by its safetensors name."""
 
     dtype: str
     shape: tuple[int, ...]
