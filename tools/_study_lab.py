@@ -222,12 +222,16 @@ def run(settings: RunSettings, start: Path | None = None, save: Path | None = No
         return asyncio.run(_train(config, settings, save))
 
 
+def _suite(config: Config, settings: RunSettings) -> Suite:
+    """The environment: a corridor of the study's own length, or that of the settings."""
+    if config.env.name != "corridor":
+        return make_suite(config.env)
+    return CorridorSuite(CorridorSuite.Options(settings.num_words, settings.num_turns))
+
+
 async def _train(config: Config, settings: RunSettings, save: Path | None) -> dict[str, Any]:
     started = time.perf_counter()
-    is_corridor = config.env.name == "corridor"
-    options = CorridorSuite.Options(settings.num_words, settings.num_turns)
-    suite = CorridorSuite(options) if is_corridor else make_suite(config.env)
-    player = Player(config, settings, suite)
+    player = Player(config, settings, _suite(config, settings))
     model = PolicyModel.from_pretrained(
         resolve_policy(config), config.model.value_hidden_size, config.model.value_trunk_gradient
     )
@@ -279,12 +283,6 @@ async def _train(config: Config, settings: RunSettings, save: Path | None) -> di
     await player.close()
     if save is not None:
         model.save(save, policy_files(resolve_policy(config)))
-    return {
-        "settings": settings.as_dict(),
-        "curve": curve,
-        "clock": clock,
-        "episodes": num_arrived,
-        "action_tokens": num_tokens,
-        "evicted": line.num_evicted,
-        "seconds": round(time.perf_counter() - started, 2),
-    }
+    of_run = {"curve": curve, "clock": clock, "episodes": num_arrived, "action_tokens": num_tokens}
+    took = {"evicted": line.num_evicted, "seconds": round(time.perf_counter() - started, 2)}
+    return {"settings": settings.as_dict(), **of_run, **took}

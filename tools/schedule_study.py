@@ -1,5 +1,6 @@
 #!/usr/bin/env python
 """Asynchronous against synchronous training on equal resources: score by wall time, in environments of three speeds.
+A long file, since the plan, the runs and the report of this one study stand together, and nothing else uses them.
 
     python tools/schedule_study.py                                  # what is missing, one at a time, then the report
     python tools/schedule_study.py --task corridor --minutes 90     # begins no run after 90 minutes
@@ -11,8 +12,7 @@ those of the arm: `algorithm.max_staleness`, which is 0 in the synchronous one; 
 are learned from before they have ended; in `versions` the correction, and how many episodes are played at once. They
 take turns seed by seed, so that whatever else the machine does meets all arms alike.
 A finished run is one file under --runs; runs whose data stand under --out are finished too. Needs the extra `plots`.
-What was decided before the runs, and what was found: docs/results/schedule.md. A long file, since the plan, the runs
-and the report of this one study stand together, and nothing else uses them.
+What was decided before the runs, and what was found: docs/results/schedule.md.
 """
 
 import argparse
