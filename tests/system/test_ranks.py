@@ -97,7 +97,8 @@ def test_ranks_of_which_one_is_killed_start_again_and_actors_stay(tmp_path: Path
 
 @pytest.mark.system
 def test_torchrun_starts_ranks_again_of_which_one_is_killed_and_actors_stay(tmp_path: Path) -> None:
-    with Run(tmp_path, *TOY, *FSDP2, "learner.total_updates=24") as run:
+    toy = ("experiment=toy", "learner.batch_size=32")
+    with Run(tmp_path, *toy, *FSDP2, "learner.total_updates=24") as run:
         actors = run.start("tools/launch_actors.sh", "--num-actors", "2")
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         learner = run.start(*torchrun, "--max-restarts", "3", str(ROOT / "impala_llm" / "learner.py"))
