@@ -14,7 +14,7 @@ MOST_LINES_BEFORE = 4
 TEXTBOOK = {("algorithms/vtrace.py", "vtrace"), ("algorithms/vtrace.py", "vtrace_packed")}
 """Public functions with the arguments of their paper, by name."""
 FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
-TOOLS = {f"tools/{path.name}": path.read_text() for path in sorted(PACKAGE.with_name("tools").glob("*.py"))}
+FILES |= {f"tools/{path.name}": path.read_text() for path in sorted(PACKAGE.with_name("tools").glob("*.py"))}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -32,9 +32,9 @@ def num_parameters(function: Function) -> int:
     return len(names) - (names[:1] in (["self"], ["cls"]))
 
 
-@pytest.mark.parametrize("name", FILES | TOOLS)
+@pytest.mark.parametrize("name", FILES)
 def test_a_file_is_short_or_says_why_not(name: str) -> None:
-    source = (FILES | TOOLS)[name]
+    source = FILES[name]
     num_lines = source.count("\n")
     if num_lines > MOST_LINES:  # those few alone are parsed
         reason = ast.get_docstring(ast.parse(source)) or ""
@@ -44,7 +44,7 @@ def test_a_file_is_short_or_says_why_not(name: str) -> None:
 
 @pytest.mark.system
 def test_functions_are_short_and_have_few_parameters() -> None:
-    found = [(name, each) for name, source in (FILES | TOOLS).items() for each in functions(source)]
+    found = [(name, each) for name, source in FILES.items() for each in functions(source)]
     assert len(found) > 1000, "the search finds functions"
     long = {(name, f.name, n) for name, f in found if (n := f.end_lineno - f.lineno + 1) > MOST_LINES_OF_FUNCTION}
     many = {(name, f.name, n) for name, f in found if (n := num_parameters(f)) > MOST_PARAMETERS}

@@ -394,8 +394,10 @@ def checkpoint(settings: dict[str, Any], folder: Path) -> tuple[bool, str]:
     begin = next((line for line in log.splitlines() if "going on from update" in line), "")
     begin = begin.partition(", checkpoint")[0].removeprefix("learner: ")
     repeated = [step for step in lost if begin and step > int(begin.split()[-1])]
-    if not repeated or list(again) != list(range(1, len(again) + 1)):
+    if not repeated:
         return False, f"no update was made again: {begin or 'it began anew'}"
+    if list(again) != list(range(1, len(again) + 1)):
+        return False, f"updates are missing or there twice: {list(again)}; {begin}"
     worst = max(abs(again[step] - lost[step]) for step in repeated)
     size = statistics.fmean(abs(loss) for loss in lost.values())
     figure = f"losses of {len(repeated)} updates made again differ by {worst:.1e} at most; {begin}"

@@ -176,8 +176,9 @@ class RecordsInFlight:
         for sequence in sequences:
             if sequence not in self._in_flight:
                 continue
+            _, span, _, _ = self._in_flight[sequence]
             batch.append(sequence)
-            num_bytes += 8 * self._in_flight[sequence][1].num_words
+            num_bytes += 8 * span.num_words
             if len(batch) == _MAX_RECORDS or (not self._is_shared and num_bytes >= _MAX_INLINE_BYTES):
                 offers.append(self._offer(batch, reminders, with_records))
                 batch, num_bytes = [], 0
