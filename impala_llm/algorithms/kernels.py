@@ -158,7 +158,7 @@ def _packed(
         gain = rewards[t] - value
         advantages[t] = gain + gamma * (next_value + error)
         delta = (rho_bar if rho > rho_bar else rho) * (gain + gamma * next_value)
-        error = delta + gamma * lam * (c_bar if rho > c_bar else rho) * (zero if is_cut else error)
+        error = delta if is_cut else delta + gamma * lam * (c_bar if rho > c_bar else rho) * error
         vs[t] = value + error
         next_value = value
     return are_discounts
