@@ -59,11 +59,11 @@ def test_a_part_that_breaks_fails_alone_with_the_reason(tmp_path: Path) -> None:
 
 
 @needs_sglang
-@pytest.mark.parametrize(("part", "word"), [("sglang-disk", "pause a version"), ("sglang-group", "versions sent")])
-def test_weights_pass_to_sglang_on_the_cpu(part: str, word: str) -> None:
+def test_weights_pass_to_sglang_on_the_cpu() -> None:
+    """By a process group; `sglang-disk` is the same run with another setting, as in test_sglang_train.py."""
     python = sglang_python()
     assert python is not None
-    status, rows = check("--device", "cpu", "--sglang-python", python, part)
+    status, rows = check("--device", "cpu", "--sglang-python", python, "sglang-group")
     assert status == 0, rows
-    assert "nats between engine and learner" in rows[part]["figure"]
-    assert word in rows[part]["figure"]
+    figure = rows["sglang-group"]["figure"]
+    assert "nats between engine and learner" in figure and "pause a version" in figure and "versions sent" in figure
