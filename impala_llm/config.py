@@ -48,7 +48,6 @@ from impala_llm.plugs import (
     METRIC_WRITERS,
     PartKind,
     check,
-    closest,
     installed_parts,
     make_part,
     name_part,
@@ -56,6 +55,7 @@ from impala_llm.plugs import (
     parts_with,
     read_word,
     short_name,
+    suggestion,
 )
 from impala_llm.processes.cgroups import num_cores, thread_limit
 from impala_llm.settings import PACKAGE, AlgorithmConfig, Config, EngineConfig, EnvConfig, leaves, written
@@ -404,9 +404,8 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
             own = ", or your own as module:Class" if kind else ""
             choices += sorted(installed_parts(kind)) if kind else []
             meant = FAMILIAR_CHOICES.get(f"{key}={value}".lower())
-            close = closest(value, choices)
-            hint = f"did you mean {key}={close}? " if close else ""
-            hint = f"here it is {key}={meant}" if meant else f"{hint}choose one of {', '.join(choices)}{own}"
+            nearest = suggestion(value, choices, before=f"{key}=")
+            hint = f"here it is {key}={meant}" if meant else f"{nearest}choose one of {', '.join(choices)}{own}"
             return f"{key}={value} is not known: {hint}"
         if key not in _groups() and (reason := _of_group(key, known)):
             return f"{key}={value}: {reason}"

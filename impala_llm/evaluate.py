@@ -242,7 +242,8 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
             label = f"{suite.name}{which}, split {config.evaluation.split}"
             said = num_tasks_said(config.evaluation.num_tasks, len(contract.tasks(suite, config.evaluation.split)))  # type: ignore[arg-type]
             errors = Console(stderr=True)
-            errors.print(f"{label}: {said}", highlight=False, markup=False, soft_wrap=not errors.is_terminal)
+            say = functools.partial(errors.print, highlight=False, markup=False, soft_wrap=not errors.is_terminal)
+            say(f"{label}: {said}")
             results += evaluate_baselines(config, suite, label, runner.run)
             for name, path in policies.items():
                 wanted = config.evaluation.num_examples if number == 0 else 0
@@ -250,6 +251,8 @@ def evaluate_policies(config: Config, policies: dict[str, Path]) -> tuple[list[R
                 result, read = evaluate(config, path, suite, name, label, wanted, runner.run, position)
                 results.append(result)
                 examples = read or examples
+                if num_rounds > 1:  # the table comes after the last
+                    say(f"{position}{short_label(name)}: score {result.score:.3f}, success {result.success:.3f}")
     return results, examples
 
 

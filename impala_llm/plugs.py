@@ -196,8 +196,8 @@ def import_path(kind: PartKind, name: str) -> Any:
     if name in installed:
         return installed[name]
     names = [*kind.packaged, *(each for each in installed if each not in kind.packaged)]
-    close = closest(name, names) or (":".join(name.rsplit(".", 1)) if "." in name.strip(".") else "")
-    hint = f"did you mean {close}? " if close else ""
+    dotted = [":".join(name.rsplit(".", 1))] if "." in name.strip(".") else []
+    hint = suggestion(name, names) or suggestion(name, dotted)
     choices = f"choose one of {', '.join(names)}, or " if names else "give "
     own = "module:Class" if kind.base else "module:Class or module:function"
     raise ValueError(f"{kind.key}={name} is not known: {hint}{choices}your own as {own}")
@@ -211,6 +211,12 @@ def closest(name: str, names: Iterable[str]) -> str:
     begins = {each[: len(name)]: whole for each, whole in lower.items()}
     found = [known[each] for known in (lower, begins) for each in difflib.get_close_matches(name.lower(), known, n=1)]
     return next(iter(found), "")
+
+
+def suggestion(name: str, names: Iterable[str], before: str = "") -> str:
+    """Return "did you mean ...? " with the closest name, preceded by `before`; "" if none is like it."""
+    close = closest(name, names)
+    return f"did you mean {before}{close}? " if close else ""
 
 
 def installed_parts(kind: PartKind) -> dict[str, str]:

@@ -91,6 +91,21 @@ def test_help_searches_keys_and_meanings_in_any_case(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.startswith("algorithm.max_staleness=")
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [(["STALE"], ["train", "STALE"]), (["lr", "env=toy"], ["train", "lr", "env=toy"]), (["sft", "lr"], ["sft", "lr"])],
+)
+def test_help_without_a_command_searches_those_of_training(
+    words: list[str], meant: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["--help", *words]) == 0
+    printed = capsys.readouterr().out
+    assert cli.main([*meant, "--help"]) == 0
+    assert printed == capsys.readouterr().out and "usage" not in printed
+    assert cli.main(["--help", "bench"]) == 0
+    assert capsys.readouterr().out.startswith("usage: impala-llm bench")
+
+
 def test_help_knows_the_names_of_other_trainers(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--help", "LR"]) == 0
     first, second, *rest = capsys.readouterr().out.splitlines()

@@ -415,6 +415,17 @@ def test_baselines_of_the_environment_play_the_same_tasks(config: Config, monkey
     assert [r.label for r in results] == ["policy"]
 
 
+def test_each_of_several_policies_has_its_score_said_when_it_has_played(
+    config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(evaluation, "make_suite", lambda env: parrots_with_baselines(config))
+    monkeypatch.setattr(evaluation, "make_engine", lambda config, policy, version: ScriptedEngine(None))
+    policies = dict.fromkeys(("before", "after"), resolve_policy(config))
+    evaluation.evaluate_policies(config, policies)
+    said = capsys.readouterr().err
+    assert said.index("1 of 2, before: score 1.000, success 1.000") < said.index("2 of 2, after: score 1.000, success")
+
+
 class Letters:
     """An environment of somebody else. Everything that it does may go wrong."""
 

@@ -31,7 +31,7 @@ from impala_llm.hosts import (
     rank_endpoint,
     server_identity,
 )
-from impala_llm.plugs import METRIC_WRITERS, closest, import_path
+from impala_llm.plugs import METRIC_WRITERS, import_path, suggestion
 from impala_llm.settings import (
     ASSETS,
     Config,
@@ -105,8 +105,7 @@ def field_problems(part: object, prefix: str = "") -> list[str]:
         elif choices and not _is_one_of(value, choices) and not (bounds and is_number):
             number = f", or a number, {limits(low, high)}" if bounds else ""
             allowed = ", ".join(map(written, choices))
-            close = closest(str(value), map(str, choices))
-            hint = f"did you mean {close}? " if close else ""
+            hint = suggestion(str(value), map(str, choices))
             found.append(f"{key}={written(value)} is not known: {hint}choose one of {allowed}{number}")
         elif is_number and not low <= value <= high:
             found.append(f"{key}={value} is out of range: set it to {limits(low, high)}")

@@ -1,7 +1,7 @@
 """The commands of the console script `impala-llm`, their options and help. Settings: settings.py."""
 
 import dataclasses
-import difflib
+import importlib
 import shlex
 import shutil
 import sys
@@ -19,6 +19,7 @@ from impala_llm.gpus import visible_gpus, with_num_actors
 from impala_llm.learning.checkpoints.files import checkpoints, update_of
 from impala_llm.learning.checkpoints.policy_folders import trained_update
 from impala_llm.pipeline.shm.run_directory import RunDirectoryError
+from impala_llm.plugs import closest
 from impala_llm.processes.programs import how_to_evaluate, program
 from impala_llm.processes.stop_signals import StopSignals
 from impala_llm.settings import Config, model_directory
@@ -47,7 +48,7 @@ impala-llm keys --dir DIR [--actors NAME,NAME,...]
     makes keys for actors on other hosts
 impala-llm --version
 
-`impala-llm COMMAND --help` says more; `impala-llm train --help WORD` shows the
+`impala-llm COMMAND --help` says more; `impala-llm --help WORD` shows the
 settings that have WORD in their key or meaning, `--help .` all of them.
 Start with: impala-llm train experiment=quickstart"""
 
@@ -109,6 +110,14 @@ With pipeline.connect it looks at the host of actors, else at the learner's.
   --config FILE   settings from a YAML file; the same as experiment=FILE
   --json          print the result as JSON""",
 }
+WITHOUT_SETTINGS = {
+    "bench": "impala_llm.bench.frame",
+    "keys": "impala_llm.pipeline.network.keys",
+    "demonstrations": "impala_llm.demonstrations",
+    "new-env": "impala_llm.commands.new_environment",
+}
+"""Commands that take no settings -> the module whose `main` reads their words. It is imported when it is called."""
+COMMANDS = (*HELP, *WITHOUT_SETTINGS)
 SETTINGS_HELP = (
     "`impala-llm {} --help WORD` shows the settings that have WORD in their key or meaning, with default, range and "
     "meaning; `--help learner.` those of a part, `--help .` all. docs/settings.md is the same list. With a part of "
@@ -124,31 +133,18 @@ def run_command(words: Sequence[str]) -> int:
     """Do what the words of the command line say. Returns the exit code."""
     command, rest = (words[0], list(words[1:])) if words else ("", [])
     if command in ("-h", "--help"):
+        if rest:  # `--help sft` as `sft --help`, and `--help lr` as `train --help lr`
+            return run_command([*rest, command] if rest[0] in COMMANDS else ["train", *words])
         print(USAGE)
         return 0
     if command == "--version":
         print(f"impala-llm {version('impala_llm')}")
         return 0
-    if command == "bench":
-        from impala_llm.bench.frame import main as bench
-
-        return bench(rest)
-    if command == "keys":
-        from impala_llm.pipeline.network.keys import main as keys
-
-        return keys(rest)
-    if command == "demonstrations":
-        from impala_llm.demonstrations import main as demonstrations
-
-        return demonstrations(rest)
-    if command == "new-env":
-        from impala_llm.commands.new_environment import main as new_environment
-
-        return new_environment(rest)
+    if command in WITHOUT_SETTINGS:
+        return int(importlib.import_module(WITHOUT_SETTINGS[command]).main(rest))
     if command not in HELP:
-        close = difflib.get_close_matches(command, (*HELP, "bench", "keys", "demonstrations", "new-env"), n=1)
-        close = close or (["train"] if "=" in command else [])
-        hint = f"did you mean `impala-llm {close[0]}`? " if close else ""
+        close = closest(command, COMMANDS) or ("train" if "=" in command else "")
+        hint = f"did you mean `impala-llm {close}`? " if close else ""
         unknown = f"impala-llm: unknown command {command!r}: {hint}`impala-llm --help` lists them"
         print(unknown if command else USAGE, file=sys.stderr)
         return 2
