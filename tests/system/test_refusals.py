@@ -373,7 +373,7 @@ def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
 @pytest.mark.system
 def test_a_run_whose_disk_fills_up_goes_on_and_its_policy_is_saved_when_there_is_room(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 40) as disk:
-        settings = ("experiment=toy", "actor.num_actors=1", "learner.total_updates=100")
+        settings = ("experiment=toy", "actor.num_actors=1", "learner.batch_size=16", "learner.total_updates=100")
         with Run(tmp_path / "shown", *settings) as run:
             run.settings[1] = f"run.dir={disk}/run"
             train = run.train()

@@ -54,7 +54,7 @@ def test_a_run_that_loses_its_host_before_the_first_checkpoint_begins_again(tmp_
 def test_ctrl_c_and_the_same_command_again_is_one_curve(tmp_path: Path) -> None:
     errors = tmp_path / "errors"
     settings = ("experiment=toy", "actor.num_actors=1", "learner.save_every=0", "learner.total_updates=60")
-    with Run(tmp_path, *settings) as run:
+    with Run(tmp_path, *settings, "learner.batch_size=16") as run:
         supervisor = run.start(sys.executable, "-m", "impala_llm.cli", "train", errors=errors)
         run.wait_for_updates(10)
         supervisor.send_signal(signal.SIGINT)
@@ -88,6 +88,7 @@ def test_what_a_killed_supervisor_left_outlives_an_interrupted_start(tmp_path: P
         run.wait_for_updates(3)
         killed = run.processes()
         supervisor.kill()
+        supervisor.wait(STOP_S)
         psutil.wait_procs(killed, STOP_S)
         last = int(run.rows()[-1]["step"])
         supervisor = run.train()

@@ -180,7 +180,7 @@ def test_a_version_that_is_published_before_it_is_due_is_sent_too(rig: FedRig, t
 
 def test_a_server_that_hangs_costs_one_timeout_and_the_other_goes_on(rig: FedRig, mute: str, caplog) -> None:
     async def test() -> None:
-        with WeightSender("recompute_kv", key=rig.server.key, timeout_s=20) as sender:
+        with WeightSender("recompute_kv", key=rig.server.key, timeout_s=8) as sender:
             version = rig.engine.version
             for dropped in (1, 0):
                 version += 1

@@ -31,7 +31,7 @@ def all_that_was_seen(watched: Watched) -> str:
 @pytest.mark.system
 def test_a_quickstart_always_moves_fits_its_terminal_and_ends_with_where_everything_is(tmp_path: Path) -> None:
     """In the narrower of the usual widths; the next test has the other one."""
-    short = ("learner.total_updates=2", "evaluation.num_tasks=8")
+    short = ("learner.total_updates=2", "learner.batch_size=16", "evaluation.num_tasks=8")
     with watch(80, tmp_path, "experiment=quickstart", *short) as watched:
         assert watched.wait(timeout_s=280, patience_s=PATIENCE_S) == 0, watched.text
         seen = all_that_was_seen(watched)
@@ -92,7 +92,13 @@ def test_a_killed_learner_is_told_above_the_lines_and_the_clock_goes_on(tmp_path
 @pytest.mark.system
 def test_a_learner_and_actors_started_by_hand_say_what_they_wait_for_and_do(tmp_path: Path) -> None:
     name = f"test-{uuid.uuid4().hex[:12]}"
-    settings = ["experiment=toy", f"run.name={name}", "run.dir=out", "learner.total_updates=60"]
+    settings = [
+        "experiment=toy",
+        f"run.name={name}",
+        "run.dir=out",
+        "learner.total_updates=60",
+        "learner.batch_size=16",
+    ]
     environment = {MARK: name, "PYTHONPATH": str(ROOT)}
     with Watched(80, ["actors", *settings], tmp_path, environment, is_forked=True) as actors:
         actors.wait_for(lambda: "waiting for the learner" in actors.text, "the news", START_S, PATIENCE_S)
