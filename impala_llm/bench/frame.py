@@ -119,7 +119,8 @@ def versions(module: ModuleType, peers: Sequence[str] = ()) -> dict[str, str]:
 def main(argv: Sequence[str]) -> int:
     """`impala-llm bench ...` after the word bench. Returns the exit status: 0, or 2 and a sentence on stderr."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(f"{_USAGE}\n{_listing()}", file=sys.stderr if not argv else sys.stdout)
+        more = "`impala-llm bench NAME --help` shows the options of one"
+        print(f"{_USAGE}\n{_listing()}\n{more}", file=sys.stderr if not argv else sys.stdout)
         return 0 if argv else 2
     try:
         if "-h" in argv or "--help" in argv:
