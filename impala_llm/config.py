@@ -52,6 +52,7 @@ from impala_llm.plugs import (
     make_part,
     name_part,
     option_fields,
+    part_suggestion,
     parts_with,
     read_word,
     short_name,
@@ -401,10 +402,10 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         choices = sorted(p.stem for p in (config_folder() / key).glob("*.yaml")) if key in _groups() else []
         if choices and value not in (*choices, file or None):
             kind = {"env": ENVIRONMENTS, "engine": ENGINES}.get(key)
-            own = ", or your own as module:Class" if kind else ""
+            own = ", or your own as module:Class or module:function" if kind else ""
             choices += sorted(installed_parts(kind)) if kind else []
             meant = FAMILIAR_CHOICES.get(f"{key}={value}".lower())
-            nearest = suggestion(value, choices, before=f"{key}=")
+            nearest = (part_suggestion if kind else suggestion)(value, choices, f"{key}=")
             hint = f"here it is {key}={meant}" if meant else f"{nearest}choose one of {', '.join(choices)}{own}"
             return f"{key}={value} is not known: {hint}"
         if key not in _groups() and (reason := _of_group(key, known)):

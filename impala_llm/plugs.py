@@ -196,8 +196,7 @@ def import_path(kind: PartKind, name: str) -> Any:
     if name in installed:
         return installed[name]
     names = [*kind.packaged, *(each for each in installed if each not in kind.packaged)]
-    dotted = [":".join(name.rsplit(".", 1))] if "." in name.strip(".") else []
-    hint = suggestion(name, names) or suggestion(name, dotted)
+    hint = part_suggestion(name, names)
     choices = f"choose one of {', '.join(names)}, or " if names else "give "
     own = "module:Class" if kind.base else "module:Class or module:function"
     raise ValueError(f"{kind.key}={name} is not known: {hint}{choices}your own as {own}")
@@ -217,6 +216,12 @@ def suggestion(name: str, names: Iterable[str], before: str = "") -> str:
     """Return "did you mean ...? " with the closest name, preceded by `before`; "" if none is like it."""
     close = closest(name, names)
     return f"did you mean {before}{close}? " if close else ""
+
+
+def part_suggestion(name: str, names: Iterable[str], before: str = "") -> str:
+    """Return `suggestion` for the name of a part, else `module:object` where it was written `module.object`."""
+    own = [":".join(name.rsplit(".", 1))] if "." in name.strip(".") else []
+    return suggestion(name, names, before) or suggestion(name, own, before)
 
 
 def installed_parts(kind: PartKind) -> dict[str, str]:

@@ -171,7 +171,7 @@ class Trainer:
     def leaves_out(self) -> bool:
         """Whether an episode as good as its group, or too old, has no gradient: it is counted, and not computed."""
         algorithm = self.config.algorithm
-        # Of a credit of the user's the first update shows what it returns for those that it has prepared 0 for.
+        # A credit of the user's may prepare 0 and return something else, which the first update shows.
         is_known = is_ours(self.credit) or self.num_updates > 0
         has_own_term = self.entropy.coef > 0 or algorithm.kl_coef > 0 or algorithm.whiten_advantages
         # A policy without entropy has groups of equals alone: a bonus that is 0 would never rise again.

@@ -102,8 +102,16 @@ def test_help_without_a_command_searches_those_of_training(
     printed = capsys.readouterr().out
     assert cli.main([*meant, "--help"]) == 0
     assert printed == capsys.readouterr().out and "usage" not in printed
+
+
+def test_help_of_what_is_a_command_or_nearly_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help", "bench"]) == 0
     assert capsys.readouterr().out.startswith("usage: impala-llm bench")
+    assert cli.main(["--help", "trian"]) == 2
+    assert "did you mean the command train?" in capsys.readouterr().err
+    for words in (["help"], ["--help", "--version"], ["-h", "-h"], ["--help", ""]):
+        assert cli.main(words) == 0
+        assert capsys.readouterr().out.startswith("impala-llm train [--config FILE]")
 
 
 def test_help_knows_the_names_of_other_trainers(capsys: pytest.CaptureFixture[str]) -> None:

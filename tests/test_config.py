@@ -280,6 +280,8 @@ def test_none_is_null_on_the_command_line() -> None:
         (["model=tinny"], ["did you mean model=tiny_shopper?"]),
         (["engine=sglan"], ["did you mean engine=sglang?"]),
         (["env=parot"], ["did you mean env=parrot?"]),
+        (["env=my_env.MySuite"], ["did you mean env=my_env:MySuite?", "your own as module:Class or module:function"]),
+        (["algorithm=my.Loss"], ["algorithm=my.Loss is not known: choose one of decoupled_ppo,"]),
         (["experiment=tooy"], ["did you mean experiment=toy?"]),
         (["algorithm.whiten_advantages=yess"], ["yess has the wrong type: true or false is expected; the default"]),
         (["learner.epoch=2", "algorithm.los=x"], ["learner.epoch=2", "learner.epochs?\nalgorithm.los=x", "thm.loss?"]),

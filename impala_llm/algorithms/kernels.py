@@ -122,7 +122,7 @@ def _padded(
             advantages[t, b] = gain + gamma * (following + error)
             # `x > cap` in place of min(), so that NaN is passed on
             delta = (rho_bar if rho > rho_bar else rho) * (gain + gamma * following)
-            error = delta + gamma * lam * (c_bar if rho > c_bar else rho) * (zero if is_cut else error)
+            error = delta if is_cut else delta + gamma * lam * (c_bar if rho > c_bar else rho) * error
             vs[t, b] = value + error
             next_value[b] = value
             next_error[b] = error

@@ -254,7 +254,7 @@ def environment(config: Config) -> tuple[str, list[str]]:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # a library may greet
             suite = tried_suite(config)
-            # Of a split that these settings do not play there may be none.
+            # There may be no tasks of a split that these settings do not play.
             counts = contract.call(f"env {suite.name}: tasks", lambda: [len(suite.tasks(split)) for split in SPLITS])
             sizes = [f"{split} {count}" for split, count in zip(SPLITS, counts, strict=True)]
             evaluated: dict[Split, str] = {}

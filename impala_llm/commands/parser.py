@@ -49,7 +49,8 @@ impala-llm keys --dir DIR [--actors NAME,NAME,...]
 impala-llm --version
 
 `impala-llm COMMAND --help` says more; `impala-llm --help WORD` shows the
-settings that have WORD in their key or meaning, `--help .` all of them.
+settings that have WORD in their key or meaning, `--help .` all of them, and
+with the name of a command what `COMMAND --help` does.
 Start with: impala-llm train experiment=quickstart"""
 
 HELP = {
@@ -132,9 +133,10 @@ FLAGS = {"train": "--dry-run", "evaluate": "--json", "doctor": "--json"}
 def run_command(words: Sequence[str]) -> int:
     """Do what the words of the command line say. Returns the exit code."""
     command, rest = (words[0], list(words[1:])) if words else ("", [])
-    if command in ("-h", "--help"):
-        if rest:  # `--help sft` as `sft --help`, and `--help lr` as `train --help lr`
-            return run_command([*rest, command] if rest[0] in COMMANDS else ["train", *words])
+    if command in ("-h", "--help", "help"):
+        if sought := [word for word in rest if word and not word.startswith("-")]:
+            # `--help sft` as `sft --help`, and `--help lr` as `train --help lr`
+            return run_command([*([] if sought[0] in COMMANDS else ["train"]), *sought, "--help"])
         print(USAGE)
         return 0
     if command == "--version":
@@ -208,7 +210,9 @@ def show_help(command: str, words: Sequence[str]) -> int:
     if any(found):
         print("\n\n".join(filter(None, found)))
         return 0
-    unknown = f"impala-llm: no setting has {word!r} in its key or meaning: see `impala-llm {command} --help`"
+    close = closest(word, COMMANDS)
+    hint = f"did you mean the command {close}? " if close else ""
+    unknown = f"impala-llm: no setting has {word!r} in its key or meaning: {hint}see `impala-llm {command} --help`"
     print(unknown, file=sys.stderr)
     return 2
 

@@ -262,7 +262,7 @@ class BatchSource:
                 self._rate.record_inserts(self._group_size)
                 self._evict(self.buffer.insert_all([group], version))
             self._drop(list(dropped))
-        # What was dropped is only measured from here on: its space is wanted.
+        # Dropped trajectories are copied out of the arena, which is short of space; they are still measured.
         copies = {id(t): copy.deepcopy(t) for t in self.evicted if isinstance(t, DeferredTrajectory)}
         self.evicted = [copies.get(id(t), t) for t in self.evicted]
         self.received = [copies.get(id(t), t) for t in self.received]

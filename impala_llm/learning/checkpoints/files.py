@@ -320,7 +320,7 @@ class VersionMark:
 
     def _write(self, reserved: int, ahead: int, life: int | None = None, has_ended: bool = False) -> None:
         life = (self.life or 0) if life is None else life
-        # Of one length, so that one can be written over another.
+        # All are of one length, so that one can be written over another.
         values = {"reserved": reserved, "ahead": ahead, "life": life, "run_id": self.run_id, "has_ended": has_ended}
         content = json.dumps(values | {"crc32": _crc(values)}).encode().ljust(_MARK_BYTES)
         try:

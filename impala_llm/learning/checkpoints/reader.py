@@ -87,7 +87,7 @@ class CheckpointReader:
                 f"{self.manifest.path.name} has {name} of shape {whole}, this model of {list(target.shape)}"
             )
         for part, end in zip(parts, ends, strict=True):
-            # What of the share lies in this piece, in indices of the whole tensor.
+            # The share and this piece have these indices of the whole tensor in common.
             first = [max(pair) for pair in zip(begin, part.offsets, strict=True)]
             last = [min(a + n, b) for a, n, b in zip(begin, local.shape, end, strict=True)]
             if any(a >= b for a, b in zip(first, last, strict=True)):

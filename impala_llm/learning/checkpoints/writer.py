@@ -352,7 +352,7 @@ class Checkpointer:
         for folder in (aside / POLICY, aside):
             if folder.is_dir():
                 sync(folder)
-        # Of the same update there is one where a learner has gone on from it and ended at once.
+        # A learner that went on from a checkpoint and ended at once writes one of the same update again.
         self._check_owner()
         replaced = target.with_name(target.name + REPLACED)
         if target.exists():

@@ -59,8 +59,8 @@ _FORMAT = 3
 _FIELDS: list[tuple[object, ...]] = [
     *((name, dtype.base.str) for name, dtype in ARRAY_FIELDS.items()),
     *((n, k.__name__) for n, k in METADATA_FIELDS.items()),
-    # Of arrays with an item for each turn, or with several numbers in an item, where these lie. Not of `turns`, so that
-    # checkpoints of before these words stay readable.
+    # Arrays with an item for each turn, or with several numbers in an item, are described further. `turns` is not, so
+    # that checkpoints written before there was such a description stay readable.
     *(
         (n, d.shape, n in TURN_FIELDS)
         for n, d in ARRAY_FIELDS.items()
