@@ -21,6 +21,9 @@ _IDLE_UPDATES = 5
 """Updates in a row whose tokens all had no gradient, after which that is said."""
 _EQUAL_UPDATES = 20
 """The same of updates without an advantage, which come by chance where rewards are rare."""
+_FAILED_SHARE, _FAILED_EPISODES, _FAILED_UPDATES = 0.02, 8, 20
+"""Share and number of the episodes of so many last updates from which on failures are told: a few come from a slow
+host."""
 _ENOUGH_RETURNS = 64
 _FARTHEST_RETURN = 100.0
 _MOST_OUTLIERS = 1 / 8
@@ -193,6 +196,27 @@ class IdleUpdates:
         if config.max_staleness is not None:
             found.append(f"raise algorithm.max_staleness={config.max_staleness},")
         return [*found, f"check the bounds, and the returned weights, of algorithm.loss={config.loss.name}"]
+
+
+class FailureAlarm:
+    """Warns where many episodes fail. The policy learns from the others alone: from none that succeeds where an
+    environment returns what it must not at a success."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_FAILED_UPDATES)
+        self._warnings = RateLimitedWarnings(_ALARM_INTERVAL_S, on_terminal=True)
+
+    def observe(self, num_failed: float, num_finished: float) -> None:
+        """Take in the episodes of an update, of all ranks."""
+        self._recent.append((num_failed, num_finished))
+        failed, finished = map(sum, zip(*self._recent, strict=True))
+        share = failed / max(1.0, failed + finished)
+        if failed >= _FAILED_EPISODES and share > _FAILED_SHARE:
+            self._warnings.log(
+                "MANY EPISODES FAIL",
+                f"{failed:.0f} of {failed + finished:.0f} in the last {len(self._recent)} updates ({share:.0%}), from "
+                'which nothing is learned; logs/learner.log has reasons, behind "an episode failed"',
+            )
 
 
 class CollapseAlarm:

@@ -7,6 +7,7 @@ from typing import Any
 import psutil
 
 from impala_llm.learning.batch_source import Batch, Intake
+from impala_llm.learning.control import FailureAlarm
 from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.observability.metrics import METRICS, MetricLog
 from impala_llm.pipeline.transport.receiver import Receiver
@@ -97,7 +98,7 @@ class Meters:
         self._begun: dict[int, tuple[float, int, int]] = {}
         self._window = EpisodeWindow()
         self._progress = {"progress/tokens": 0.0, "progress/episodes": 0.0}
-        self._warnings = RateLimitedWarnings()
+        self._warnings, self._failure_alarm = RateLimitedWarnings(), FailureAlarm()
         # Not those of now: actors that were there before the learner have brought episodes by then.
         self._totals = receiver.counters_at_start
 
@@ -211,6 +212,8 @@ class Meters:
         summary = merged.flush()
         self._progress["progress/tokens"] += summary.get("learner/trained_tokens", 0.0)
         self._progress["progress/episodes"] += summary.get("rollout/episodes", 0.0)
+        if self._ranks.is_main:
+            self._failure_alarm.observe(summary.get("actor/failed_episodes", 0.0), summary.get("rollout/episodes", 0.0))
         return summary | self._window.add(summary) | self._progress
 
     def go_on_from(self, metrics: Mapping[str, float], update: int = 0) -> None:

@@ -23,7 +23,7 @@ from tests.pipeline.support import make_trajectory
 
 
 class QuietReceiver:
-    num_received = 0.0
+    num_received = num_failed = 0.0
 
     @property
     def counters_at_start(self) -> dict[str, float]:
@@ -31,7 +31,7 @@ class QuietReceiver:
 
     def counters(self) -> dict[str, float]:
         counters = dict.fromkeys([*Meters.TOTALS, "actors", "open", "arena_fill", "staleness_in_flight"], 0.0)
-        return {**counters, "received": self.num_received}
+        return {**counters, "received": self.num_received, "failed": self.num_failed}
 
     def actor_stats(self) -> dict[str, dict[str, float]]:
         return {}
@@ -161,6 +161,27 @@ def test_tokens_and_episodes_of_the_whole_run_go_on_where_an_earlier_learner_was
 
 
 @pytest.mark.parametrize(
+    ("failed", "said"),
+    [
+        ([7, 0, 0], ""),  # few
+        ([1] + [0] * 19 + [1], ""),
+        ([1] * 9, "8 of 24 in the last 8 updates (33%), from which nothing is learned"),
+        ([0] * 40 + [50], "50 of 90 in the last 20 updates (56%)"),
+        ([3] + [0] * 19 + [6], ""),  # no longer, and too few
+    ],
+)
+def test_many_episodes_that_fail_are_told(failed: list[int], said: str, caplog: pytest.LogCaptureFixture) -> None:
+    receiver = QuietReceiver()
+    meters = Meters(receiver, Ranks("cpu"))  # type: ignore[arg-type]
+    for step, number in enumerate(failed, 1):
+        receiver.num_failed += number
+        meters.observe(intake(received=[make_trajectory(), make_trajectory()]), Batch((), (), (), 1.0), step)
+        meters.finish_step({"time/step_s": 2.0}, num_tokens=300)
+        meters.gather()
+    assert said in caplog.text and caplog.text.count("MANY EPISODES FAIL") == bool(said)
+
+
+@pytest.mark.parametrize(
     ("in_file", "expected"), [({}, (300.0, 1.0)), ({"progress/tokens": 900.0, "progress/episodes": 7.0}, (900.0, 7.0))]
 )
 def test_tokens_and_episodes_of_the_whole_run_are_in_a_checkpoint(
@@ -183,7 +204,7 @@ def test_the_speed_of_several_ranks_is_that_of_all_together() -> None:
     class TwoRanks:
         """The second one to gather gets the states of both."""
 
-        world_size = 2
+        world_size, is_main = 2, True
 
         def __init__(self) -> None:
             self.states: list[dict[str, list[float]]] = []
