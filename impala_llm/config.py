@@ -40,7 +40,7 @@ from impala_llm.part_settings import (
     leave_options_behind,
     part_values,
 )
-from impala_llm.part_signatures import escaped, plain, type_expected
+from impala_llm.part_signatures import escaped, list_expected, plain, type_expected
 from impala_llm.plugs import (
     AGENTS,
     ENGINES,
@@ -405,6 +405,9 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
             own = ", or your own as module:Class or module:function" if kind else ""
             choices += sorted(installed_parts(kind)) if kind else []
             meant = FAMILIAR_CHOICES.get(f"{key}={value}".lower())
+            meant = (
+                "pretrained model.path=FOLDER, of a model on this disk" if key == "model" and "/" in value else meant
+            )
             nearest = (part_suggestion if kind else suggestion)(value, choices, f"{key}=")
             hint = f"here it is {key}={meant}" if meant else f"{nearest}choose one of {', '.join(choices)}{own}"
             return f"{key}={value} is not known: {hint}"
@@ -435,7 +438,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
             reason = str(cause.msg or cause).splitlines()[0]
             is_list = isinstance(known.get(full_key), list) or "is not a ListConfig" in reason
             if is_list and value != "null" and not value.startswith(("[", "{")):
-                return f"{where}{full_key}={value} has the wrong type: it is a list: write '{full_key}=[{value}]'"
+                return f"{where}{full_key}={value} has the wrong type: {list_expected(full_key, value, known)}"
             if any(said in reason for said in ("is not Optional", "Incompatible value 'None'", "issing mandatory")):
                 return f"{where}{full_key}={value} needs a value: {default}"
             return f"{where}{full_key}={value} has the wrong type: {type_expected(cause)}; {default}"

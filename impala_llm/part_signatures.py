@@ -199,8 +199,17 @@ def type_expected(error: OmegaConfBaseException) -> str:
         return "it needs a value"
     if match := re.search(r"could not be converted to (\w+)|is not a valid (bool)", reason):
         named = match[1] or match[2]
-        return f"{_TYPES.get(named, named)} is expected"
+        hints = get_type_hints(error.object_type) if is_dataclass(error.object_type) else {}
+        or_null = " or null" if type(None) in get_args(hints.get(str(error.key))) else ""
+        return f"{_TYPES.get(named, named)}{or_null} is expected"
     return next((f"{expected} is expected" for said, expected in _CONTAINERS.items() if said in reason), reason)
+
+
+def list_expected(key: str, value: str, known: Mapping[str, Any]) -> str:
+    """Return how a value stands in a list, alone and beside those that the setting has by default."""
+    usual = [str(each) for each in known.get(key) or ()]
+    both = f", or beside the default '{key}=[{','.join([*usual, value])}]'" if usual else ""
+    return f"it is a list: write '{key}=[{value}]'{both}"
 
 
 def wrong_value(key: str, read: DictConfig, option: str, value: Any, error: OmegaConfBaseException) -> str:

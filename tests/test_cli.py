@@ -661,6 +661,9 @@ def test_a_setting_that_is_written_as_an_option_is_named_as_it_is_written(capsys
         (["--model", "Qwen/Qwen3-0.6B"], "write model.path=Qwen/Qwen3-0.6B"),
         (["--model", "tiny_shopper"], "write model=tiny_shopper"),
         (["--engine=vllm"], "write engine=sglang"),
+        (["--num_generations", "8"], "write algorithm.group_size=8"),
+        (["--learning-rate=1e-5"], "write learner.learning_rate=1e-5"),
+        (["--dryrun"], "write --dry-run"),
         (["--run.terminal", "learner.total_updates=3"], "write run.terminal=VALUE"),
         (["--run.terminal", "--dry-run"], "write run.terminal=VALUE"),
     ):

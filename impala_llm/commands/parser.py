@@ -191,7 +191,7 @@ def show_help(command: str, words: Sequence[str]) -> int:
     Raises:
         ValueError: several words to search for, an unknown key, or a part that is not there.
     """
-    from impala_llm.commands.settings_reference import parts, reference
+    from impala_llm.commands.settings_reference import familiar, parts, reference
 
     word, *more = [word for word in words if "=" not in word] or [""]
     if more:
@@ -206,7 +206,7 @@ def show_help(command: str, words: Sequence[str]) -> int:
         counts = ", ".join(f"{part} ({number})" for part, number in parts().items())
         print(f"{HELP[command]}\n\n{textwrap.fill(SETTINGS_HELP.format(command, counts), width)}")
         return 0
-    found = [_familiar(command, word, width), reference(word, width, settings_given)]
+    found = [familiar(command, word, width), reference(word, width, settings_given)]
     if any(found):
         print("\n\n".join(filter(None, found)))
         return 0
@@ -215,22 +215,6 @@ def show_help(command: str, words: Sequence[str]) -> int:
     unknown = f"impala-llm: no setting has {word!r} in its key or meaning: {hint}see `impala-llm {command} --help`"
     print(unknown, file=sys.stderr)
     return 2
-
-
-def _familiar(command: str, word: str, width: int) -> str:
-    """Return what a word of other trainers stands for: a setting, or those of a method; empty for no such word."""
-    from impala_llm.commands.settings_reference import parts, reference
-
-    if (meant := FAMILIAR_NAMES.get(word.lower())) and word not in parts():
-        of_command = f"{command}.{meant.rpartition('.')[2]}"  # as sft.learning_rate
-        found = reference(of_command if of_command in known_keys() else meant, width)
-        return f"{word}, as other trainers call it:\n{found}"
-    of_word = {key.partition("=")[2]: key for key in FAMILIAR_CHOICES}
-    if key := of_word.get(word.lower()):
-        words = f"{key.partition('=')[0]}={FAMILIAR_CHOICES[key]}"
-        wrapped = textwrap.wrap(words, width - 4, break_long_words=False, break_on_hyphens=False)
-        return "\n".join([f"{word}, or what comes nearest to it here:", *(f"    {line}" for line in wrapped)])
-    return ""
 
 
 def options(command: str, words: Sequence[str]) -> tuple[bool, list[str]]:
@@ -253,6 +237,8 @@ def options(command: str, words: Sequence[str]) -> tuple[bool, list[str]]:
             is_value = following and not following.startswith("-") and "=" not in following
             setting = setting_for(option.lstrip("-"), value or (following if is_value else "VALUE"))
             hint = f"write {setting}" if setting else f"see `impala-llm {command} --help`"
+            flag = FLAGS.get(command, "")
+            hint = f"write {flag}" if option.replace("-", "") == flag.replace("-", "") else hint
             if word == "--dry-run" and command == "actors":
                 hint = "`impala-llm doctor` with the same settings checks them and this host"
             raise ConfigError(f"{word} is no option of this command: {hint}")
@@ -272,8 +258,10 @@ def setting_for(name: str, value: str) -> str:
     """The words that mean what an option of this name would; empty where there is no such setting."""
     if name == "model" and not any(path.stem == value for path in (config_folder() / name).iterdir()):
         name = "model.path"
-    is_setting = "." in name or name in ("experiment", "algorithm", "env", "model", "engine", "replay")
-    return f"{name}={FAMILIAR_CHOICES.get(f'{name}={value}'.lower(), value)}" if is_setting else ""
+    if "." not in name and name not in ("experiment", "algorithm", "env", "model", "engine", "replay"):
+        last = name.replace("-", "_")
+        name = FAMILIAR_NAMES.get(last) or next((key for key in known_keys() if key.endswith(f".{last}")), "")
+    return f"{name}={FAMILIAR_CHOICES.get(f'{name}={value}'.lower(), value)}" if name else ""
 
 
 def train(config: Config, overrides: list[str], is_dry: bool) -> int:

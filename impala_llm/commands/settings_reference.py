@@ -20,7 +20,8 @@ from typing import Any
 
 from impala_llm import settings
 from impala_llm.algorithms.registry import PARTS
-from impala_llm.config import present_word
+from impala_llm.checks.familiar_names import FAMILIAR_CHOICES, FAMILIAR_NAMES
+from impala_llm.config import known_keys, present_word
 from impala_llm.part_signatures import parameters_of
 from impala_llm.plugs import ENGINES, ENVIRONMENTS, PartKind, load, option_fields
 from impala_llm.settings import CreditSettings, LossSettings
@@ -57,6 +58,20 @@ def parts() -> dict[str, int]:
     """Number of settings of each part, by the part's name, in the order of settings.py."""
     keys = dict.fromkeys(entry.key for entry in _entries(settings.Config(), ""))
     return dict(Counter(key.partition(".")[0] for key in keys))
+
+
+def familiar(command: str, word: str, width: int) -> str:
+    """Return what a word of other trainers stands for: a setting, or those of a method; empty for no such word."""
+    if (meant := FAMILIAR_NAMES.get(word.lower())) and word not in parts():
+        of_command = f"{command}.{meant.rpartition('.')[2]}"  # as sft.learning_rate
+        found = reference(of_command if of_command in known_keys() else meant, width)
+        return f"{word}, as other trainers call it:\n{found}"
+    of_word = {key.partition("=")[2]: key for key in FAMILIAR_CHOICES}
+    if key := of_word.get(word.lower()):
+        words = f"{key.partition('=')[0]}={FAMILIAR_CHOICES[key]}"
+        wrapped = textwrap.wrap(words, width - 4, break_long_words=False, break_on_hyphens=False)
+        return "\n".join([f"{word}, or what comes nearest to it here:", *(f"    {line}" for line in wrapped)])
+    return ""
 
 
 def reference(word: str, width: int = 100, words: Sequence[str] = ()) -> str:
