@@ -27,7 +27,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from impala_llm.checks.familiar_names import FAMILIAR_CHOICES, meant_by
+from impala_llm.checks.familiar_names import FAMILIAR_CHOICES, meant_by, unknown_choice
 from impala_llm.checks.idle_settings import in_force
 from impala_llm.checks.settings_checks import problems
 from impala_llm.part_settings import (
@@ -52,11 +52,9 @@ from impala_llm.plugs import (
     make_part,
     name_part,
     option_fields,
-    part_suggestion,
     parts_with,
     read_word,
     short_name,
-    suggestion,
 )
 from impala_llm.processes.cgroups import num_cores, thread_limit
 from impala_llm.settings import PACKAGE, AlgorithmConfig, Config, EngineConfig, EnvConfig, leaves, written
@@ -401,16 +399,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     for key, value in given.items():
         choices = sorted(p.stem for p in (config_folder() / key).glob("*.yaml")) if key in _groups() else []
         if choices and value not in (*choices, file or None):
-            kind = {"env": ENVIRONMENTS, "engine": ENGINES}.get(key)
-            own = ", or your own as module:Class or module:function" if kind else ""
-            choices += sorted(installed_parts(kind)) if kind else []
-            meant = FAMILIAR_CHOICES.get(f"{key}={value}".lower())
-            meant = (
-                "pretrained model.path=FOLDER, of a model on this disk" if key == "model" and "/" in value else meant
-            )
-            nearest = (part_suggestion if kind else suggestion)(value, choices, f"{key}=")
-            hint = f"here it is {key}={meant}" if meant else f"{nearest}choose one of {', '.join(choices)}{own}"
-            return f"{key}={value} is not known: {hint}"
+            return unknown_choice(key, value, choices)
         if key not in _groups() and (reason := _of_group(key, known)):
             return f"{key}={value}: {reason}"
     for key, value in in_file.items():

@@ -1,7 +1,9 @@
-"""The setting that somebody means who writes an unknown key."""
+"""What somebody means who writes an unknown key or choice."""
 
 import difflib
 from collections.abc import Sequence
+
+from impala_llm.plugs import ENGINES, ENVIRONMENTS, installed_parts, part_suggestion, suggestion
 
 FAMILIAR_NAMES = {
     "advantage": "algorithm.credit",
@@ -108,3 +110,16 @@ def meant_by(key: str, known: Sequence[str]) -> str | None:
     # One of the section that was named comes first: learner.max_steps is no step of the shop's.
     found = sorted([*same, *familiar], key=lambda name: name.partition(".")[0] != section)
     return next(iter([*found, *close]), None)
+
+
+def unknown_choice(group: str, value: str, presets: Sequence[str]) -> str:
+    """Return what is said of a word that is no preset of a group, such as `algorithm`, and no part of the user's."""
+    kind = {"env": ENVIRONMENTS, "engine": ENGINES}.get(group)
+    choices = [*presets, *sorted(installed_parts(kind))] if kind else presets
+    meant = FAMILIAR_CHOICES.get(f"{group}={value}".lower())
+    if group == "model" and "/" in value:
+        meant = "pretrained model.path=FOLDER, of a model on this disk"
+    nearest = (part_suggestion if kind else suggestion)(value, choices, f"{group}=")
+    own = ", or your own as module:Class or module:function" if kind else ""
+    hint = f"here it is {group}={meant}" if meant else f"{nearest}choose one of {', '.join(choices)}{own}"
+    return f"{group}={value} is not known: {hint}"
