@@ -1,4 +1,4 @@
-"""What somebody means who writes an unknown key or choice."""
+"""Names that other trainers use, and the settings and choices that they mean here."""
 
 import difflib
 from collections.abc import Sequence
