@@ -678,6 +678,13 @@ def test_a_dry_run_of_actors_is_answered_with_the_command_that_checks_a_host(
     assert "--dry-run is no option of this command: `impala-llm doctor` with the same" in capsys.readouterr().err
 
 
+def test_an_option_means_the_setting_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sft", "--lr", "3e-4"]) == 2
+    assert capsys.readouterr().err.endswith("write sft.learning_rate=3e-4\n")
+    assert cli.main(["actors", "--"]) == 2
+    assert capsys.readouterr().err.endswith("see `impala-llm actors --help`\n")
+
+
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_an_interrupted_evaluation_after_training_names_the_command_that_makes_its_table(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
-from impala_llm.checks.familiar_names import FAMILIAR_CHOICES, FAMILIAR_NAMES
+from impala_llm.checks.familiar_names import FAMILIAR_CHOICES, meant_by
 from impala_llm.config import ConfigError, config_folder, known_keys, load, refuse_unknown_keys
 from impala_llm.engines.base import EngineError
 from impala_llm.envs.contract import EnvironmentFault
@@ -235,10 +235,10 @@ def options(command: str, words: Sequence[str]) -> tuple[bool, list[str]]:
         elif word.startswith("-"):
             following = next(given, "")
             is_value = following and not following.startswith("-") and "=" not in following
-            setting = setting_for(option.lstrip("-"), value or (following if is_value else "VALUE"))
-            hint = f"write {setting}" if setting else f"see `impala-llm {command} --help`"
-            flag = FLAGS.get(command, "")
-            hint = f"write {flag}" if option.replace("-", "") == flag.replace("-", "") else hint
+            meant = setting_for(command, option.lstrip("-"), value or (following if is_value else "VALUE"))
+            if (flag := FLAGS.get(command)) and option.replace("-", "") == flag.replace("-", ""):
+                meant = flag
+            hint = f"write {meant}" if meant else f"see `impala-llm {command} --help`"
             if word == "--dry-run" and command == "actors":
                 hint = "`impala-llm doctor` with the same settings checks them and this host"
             raise ConfigError(f"{word} is no option of this command: {hint}")
@@ -254,13 +254,12 @@ def options(command: str, words: Sequence[str]) -> tuple[bool, list[str]]:
     return flagged, overrides
 
 
-def setting_for(name: str, value: str) -> str:
+def setting_for(command: str, name: str, value: str) -> str:
     """The words that mean what an option of this name would; empty where there is no such setting."""
     if name == "model" and not any(path.stem == value for path in (config_folder() / name).iterdir()):
         name = "model.path"
     if "." not in name and name not in ("experiment", "algorithm", "env", "model", "engine", "replay"):
-        last = name.replace("-", "_")
-        name = FAMILIAR_NAMES.get(last) or next((key for key in known_keys() if key.endswith(f".{last}")), "")
+        name = meant_by(f"{command}.{name.replace('-', '_')}", list(known_keys())) or ""
     return f"{name}={FAMILIAR_CHOICES.get(f'{name}={value}'.lower(), value)}" if name else ""
 
 
