@@ -427,7 +427,8 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
             reason = str(cause.msg or cause).splitlines()[0]
             is_list = isinstance(known.get(full_key), list) or "is not a ListConfig" in reason
             if is_list and value != "null" and not value.startswith(("[", "{")):
-                return f"{where}{full_key}={value} has the wrong type: {list_expected(full_key, value, known)}"
+                expected = list_expected(full_key, value, known.get(full_key))
+                return f"{where}{full_key}={value} has the wrong type: {expected}"
             if any(said in reason for said in ("is not Optional", "Incompatible value 'None'", "issing mandatory")):
                 return f"{where}{full_key}={value} needs a value: {default}"
             return f"{where}{full_key}={value} has the wrong type: {type_expected(cause)}; {default}"

@@ -205,10 +205,9 @@ def type_expected(error: OmegaConfBaseException) -> str:
     return next((f"{expected} is expected" for said, expected in _CONTAINERS.items() if said in reason), reason)
 
 
-def list_expected(key: str, value: str, known: Mapping[str, Any]) -> str:
-    """Return how a value stands in a list, alone and beside those that the setting has by default."""
-    usual = [str(each) for each in known.get(key) or ()]
-    both = f", or beside the default '{key}=[{','.join([*usual, value])}]'" if usual else ""
+def list_expected(key: str, value: str, usual: Any) -> str:
+    """Return how a value stands in a list, alone and beside those of the setting's default, `usual`, if it has any."""
+    both = f", or beside the default '{key}=[{','.join([*map(str, usual), value])}]'" if usual else ""
     return f"it is a list: write '{key}=[{value}]'{both}"
 
 

@@ -161,21 +161,24 @@ def test_tokens_and_episodes_of_the_whole_run_go_on_where_an_earlier_learner_was
 
 
 @pytest.mark.parametrize(
-    ("failed", "said"),
+    ("failed", "finished", "said"),
     [
-        ([7, 0, 0], ""),  # few
-        ([1] + [0] * 19 + [1], ""),
-        ([1] * 9, "8 of 24 in the last 8 updates (33%), from which nothing is learned"),
-        ([0] * 40 + [50], "50 of 90 in the last 20 updates (56%)"),
-        ([3] + [0] * 19 + [6], ""),  # no longer, and too few
+        ([7, 0, 0], 2, ""),  # few
+        ([1] * 9, 2, "8 of 24 in the last 8 updates (33%), from which nothing is learned"),
+        ([0] * 40 + [50], 2, "50 of 90 in the last 20 updates (56%)"),
+        ([3] + [0] * 19 + [6], 2, ""),  # the first three are too long ago
+        ([0] * 19 + [10], 25, ""),  # 10 of 510: less than 2 %
+        ([0] * 19 + [11], 25, "11 of 511 in the last 20 updates (2%)"),
     ],
 )
-def test_many_episodes_that_fail_are_told(failed: list[int], said: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_many_episodes_that_fail_are_told(
+    failed: list[int], finished: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
     receiver = QuietReceiver()
     meters = Meters(receiver, Ranks("cpu"))  # type: ignore[arg-type]
     for step, number in enumerate(failed, 1):
         receiver.num_failed += number
-        meters.observe(intake(received=[make_trajectory(), make_trajectory()]), Batch((), (), (), 1.0), step)
+        meters.observe(intake(received=[make_trajectory()] * finished), Batch((), (), (), 1.0), step)
         meters.finish_step({"time/step_s": 2.0}, num_tokens=300)
         meters.gather()
     assert said in caplog.text and caplog.text.count("MANY EPISODES FAIL") == bool(said)
