@@ -55,3 +55,9 @@ def test_words_that_a_tool_cannot_take_are_refused_in_a_sentence(
         importlib.import_module(f"tools.{tool}").main()
     error = capsys.readouterr().err
     assert end.value.code == 2 and said in error.splitlines()[-1]
+
+
+def test_each_row_of_gpu_checks_table_has_a_part_that_can_be_run() -> None:
+    from tools import _gpu_check_parts, gpu_check  # here: the first loads torch
+
+    assert list(gpu_check.PARTS) == list(_gpu_check_parts.PARTS)

@@ -72,7 +72,8 @@ def main(words: Sequence[str]) -> int:
         return 0 if words and words[0] in ("-h", "--help") else 2
     [name] = words
     if not name.isidentifier() or keyword.iskeyword(name):
-        print(f"impala-llm new-env {name}: give it the name of a new module, such as my_env", file=sys.stderr)
+        rule = "a keyword of Python" if keyword.iskeyword(name) else "not letters, digits and _ with a letter first"
+        print(f"impala-llm new-env {name}: no name of a module ({rule}): choose one such as my_env", file=sys.stderr)
         return 2
     is_pythons = name in (*sys.stdlib_module_names, "__main__")  # which has no specification to be found
     if is_pythons or importlib.util.find_spec(name) is not None:

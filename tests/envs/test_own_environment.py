@@ -419,8 +419,8 @@ def test_new_env_writes_over_nothing(user_folder: Path, capsys: pytest.CaptureFi
     (user_folder / "test_guess.py").write_text("mine")
     assert main(["new-env", "guess"]) == 2 and "test_guess.py is there already" in capsys.readouterr().err
     assert [path.name for path in user_folder.iterdir()] == ["test_guess.py"]
-    for name in ("my-env", "class", ""):
-        assert main(["new-env", name]) == 2 and "name of a new module" in capsys.readouterr().err
+    for name, rule in (("my-env", "letters, digits and _"), ("class", "a keyword of Python"), ("", "letters, digits")):
+        assert main(["new-env", name]) == 2 and rule in capsys.readouterr().err
     for name, there in (
         ("numpy", "there is"),
         ("impala_llm", "there is"),
