@@ -34,7 +34,7 @@ _MARGIN = 1.03
 _TRIAL_TOKENS = 4096
 """Tokens that a budget's speed is measured on at least, in as many micro-batches as it takes."""
 _TRIAL_S = 2.0
-"""A budget's speed is measured twice where that takes less."""
+"""A budget's speed is measured twice where that takes less, or where layers are compiled: anew for a larger size."""
 _SPARE_MEMORY = 0.1
 """Share of a GPU's memory that a trial step leaves over."""
 LESS = "take a smaller model, or a device with more free memory"
@@ -265,7 +265,7 @@ class TokenBudget:
             if math.isinf(seconds):
                 lacking.append(f"memory does not suffice for {size:,}")
                 break
-            if seconds < _TRIAL_S * ranks.world_size:
+            if seconds < _TRIAL_S * ranks.world_size or self._conditions.get("learner.compile_layers"):
                 seconds = min(seconds, ranks.sum([self._seconds(trial, micros, ranks, best or size // 2)])[0])
             rates[size] = tokens / seconds
             if not best or rates[size] > _MARGIN * rates[best]:

@@ -407,6 +407,25 @@ def test_work_that_threads_share_counts_by_its_length_not_by_its_sum() -> None:
     assert budget.tokens > 1024
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_what_compiling_for_a_size_takes_does_not_count(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token takes 1 ms in a micro-batch of 513 to 1,024 tokens, else 2 ms; the first of a power of two 20 s more."""
+    now, sizes = 0.0, set[int]()
+
+    def trial(micro: PackedBatch) -> None:
+        nonlocal now
+        tokens = len(micro.tokens)
+        now += (0.001 if 512 < tokens <= 1024 else 0.002) * tokens
+        if is_compiled and tokens.bit_length() not in sizes:
+            now += 20.0
+        sizes.add(tokens.bit_length())
+
+    monkeypatch.setattr(time, "thread_time", lambda: now)
+    budget = TokenBudget("auto", None, {"learner.compile_layers": is_compiled})
+    budget.choose(make_batch() * 50, trial, 0, Ranks("cpu"))
+    assert budget.tokens == 1024
+
+
 class SmallBackward(SmallMemory):
     """Has memory for a micro-batch above a size only until the gradient of its last layer is there."""
 
