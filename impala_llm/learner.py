@@ -68,11 +68,11 @@ from impala_llm.pipeline.shm.run_directory import RunDirectoryError
 from impala_llm.pipeline.tickets.curriculum import Curriculum
 from impala_llm.processes.compiled_code import keep_compiled_code
 from impala_llm.processes.stop_signals import Stopped, StopSignals
-from impala_llm.processes.supervised import NOT_SAVED, end_with_supervisor, keep_exit_codes, say, tell
+from impala_llm.processes.supervised import NOT_SAVED, end_with_supervisor, keep_exit_codes, say, say_last, tell
 from impala_llm.settings import Config
 from impala_llm.trainer import Trainer
 
-SAYS_WHAT_TO_DO = (ArenaError, CheckpointError, ConfigError, KeyFileError, MetricError, OutOfMemory, RunDirectoryError)
+SAYS_WHAT_TO_DO = (ArenaError, CheckpointError, ConfigError, KeyFileError, MetricError, RunDirectoryError)
 """Errors that will come again, and whose message is all that the user needs."""
 
 
@@ -424,9 +424,9 @@ def main(argv: Sequence[str]) -> int:
         return 0 if learn(config, ranks, start, stops) else NOT_SAVED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except (Stalled, RestartNeeded) as error:
-        print(f"learner: {error}", file=sys.stderr)
-        return 1
+    except (OutOfMemory, RestartNeeded, Stalled) as error:
+        say_last(f"learner: {error}", ranks.num_processes == 1)
+        return 2 if isinstance(error, OutOfMemory) else 1
     except (ModelRefused, contract.EnvironmentFault) as error:
         if ranks.is_main:
             traceback.print_exception(error)

@@ -204,7 +204,6 @@ class TokenBudget:
             f"{happened}: the learner ends, and once it is started again it computes the same update with "
             f"{self.tokens}, by {self._note}; to avoid that, {fix}"
         )
-        say(f"learner: {sentence}")  # of what the processes print as they end, the last may be another rank's
         raise RestartNeeded(sentence)
 
     def must_choose(self, ranks: Ranks) -> bool:

@@ -129,6 +129,19 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def say_last(text: str, is_alone: bool) -> None:
+    """Print why this process ends. The supervisor shows the last line of a log: where other processes write to it, that
+    may be of one of them, about the loss of this one.
+
+    Args:
+        is_alone: whether none does.
+    """
+    if is_alone:
+        print(text, file=sys.stderr, flush=True)
+    else:
+        say(text)
+
+
 def _write(line: bytes) -> bool:
     descriptor = os.environ.get(PROGRESS)
     if descriptor is None or len(line) >= select.PIPE_BUF:  # up to that a pipe takes all of it or nothing

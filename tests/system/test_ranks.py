@@ -68,6 +68,20 @@ def test_a_run_goes_on_as_another_number_of_ranks_with_the_policy_in_other_parts
 
 
 @pytest.mark.system
+def test_ranks_that_wait_for_a_batch_in_vain_say_so_in_the_terminal(tmp_path: Path) -> None:
+    """The last line of their log is that of the rank that lost the other one."""
+    too_much = ("learner.batch_size=65536", "replay.capacity=65536", "replay.capacity_mb=256", "learner.stall_timeout_s=2")
+    with Run(tmp_path, *TOY, "learner.num_ranks=2", *too_much) as run:
+        supervisor = run.train()
+        run.wait_for(lambda: "learner died (exit code 1)" in run.printed(), "the learner to give up")
+        said = run.printed()
+        assert "no batch for 2 s (learner.stall_timeout_s)" in said.partition("learner died")[0], said
+        supervisor.send_signal(signal.SIGINT)
+        supervisor.wait(STOP_S)
+        run.assert_gone()
+
+
+@pytest.mark.system
 def test_ranks_of_which_one_is_killed_start_again_and_actors_stay(tmp_path: Path) -> None:
     """By the supervisor; the next test has torchrun, and ranks that share the policy in the other way."""
     with Run(tmp_path, *TOY, *TENSOR, "learner.total_updates=24") as run:
