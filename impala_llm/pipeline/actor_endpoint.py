@@ -105,7 +105,7 @@ class RankChannels:
     def hello(self) -> None:
         """Introduce this actor to all ranks, see `ActorChannel.hello`."""
         for channel in self._channels:
-            channel.hello()
+            channel.hello(len(self._channels))
 
     def request(self, want: int) -> None:
         """Divide a request over all ranks, see `ActorChannel.request`.

@@ -189,7 +189,11 @@ class LearnerEndpoint:
             RecordLimits(vocab_size, longest_record(config)),
             run_dir,
             self._store(),
-            SessionLimits(heartbeat_timeout_s=pipeline.actor_timeout_s, ticket_timeout_s=pipeline.ticket_timeout_s),
+            SessionLimits(
+                heartbeat_timeout_s=pipeline.actor_timeout_s,
+                ticket_timeout_s=pipeline.ticket_timeout_s,
+                num_ranks=self._num_ranks,
+            ),
             published=WeightReader(run_dir.weights_path).latest(),
         )
         receiver.start()

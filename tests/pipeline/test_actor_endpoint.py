@@ -17,8 +17,9 @@ from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.pipeline.transport.actor_channel import ActorChannel
 from impala_llm.pipeline.transport.evaluation_tasks import Evaluation
 from impala_llm.pipeline.transport.learner_connection import ChannelTimes, Context
-from impala_llm.pipeline.transport.messages import EvaluationGrant, EvaluationResult, WeightsAnnounced
+from impala_llm.pipeline.transport.messages import EvaluationGrant, EvaluationResult, Shutdown, WeightsAnnounced
 from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits
+from impala_llm.pipeline.transport.sessions import SessionLimits
 from tests.pipeline.support import VOCAB_SIZE, make_trajectory
 
 NUM_RANKS = 2
@@ -31,17 +32,19 @@ class World:
         self.run_dir = run_dir
         self.receivers: list[Receiver] = []
 
-    def start(self, max_open: tuple[int, int]) -> RankChannels:
+    def start(self, max_open: tuple[int, int], num_ranks: int = NUM_RANKS) -> RankChannels:
+        """num_ranks: that the actor knows of."""
         for rank, limit in enumerate(max_open):
             order = TaskOrder(range(50), seed=1, rank=rank, world_size=NUM_RANKS)
             ledger = TicketLedger(order, batch_size=1, max_staleness=None, max_open=limit)
             arena = TrajectoryStore(self.run_dir.replay_path(rank), 1 << 18, 64)
             receiver = Receiver(
-                Endpoints(self.run_dir.endpoint(rank)), ledger, RecordLimits(VOCAB_SIZE), self.run_dir, arena
+                *(Endpoints(self.run_dir.endpoint(rank)), ledger, RecordLimits(VOCAB_SIZE), self.run_dir, arena),
+                sessions=SessionLimits(num_ranks=NUM_RANKS),
             )
             receiver.start()
             self.receivers.append(receiver)
-        self.actor = RankChannels(self.connect, NUM_RANKS, share_every_s=0.1)
+        self.actor = RankChannels(self.connect, num_ranks, share_every_s=0.1)
         self.actor.hello()
         return self.actor
 
@@ -116,6 +119,22 @@ def test_what_belongs_to_a_rank_goes_there(world: World) -> None:
     assert actor.held == [] and actor.arena_fill == 0
     with pytest.raises(ValueError, match="was not granted"):
         actor.fail(10**6, "unknown")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_an_actor_that_counts_other_ranks_than_the_learner_has_is_told_so(world: World, num_ranks: int) -> None:
+    """It would play for some of them only, or speak to the ports of others."""
+    actor = world.start((4, 4), num_ranks)
+    actor.request(4)
+    reasons: list[str] = []
+
+    async def listen() -> None:
+        while not reasons:
+            reasons.extend(event.reason for event in await actor.poll_async(0.05) if isinstance(event, Shutdown))
+
+    asyncio.run(asyncio.wait_for(listen(), 20))
+    assert "start the actors with learner.num_ranks=2" in reasons[0]
+    assert world.receivers[0].counters()["actors"] == 0
 
 
 def test_the_first_rank_asks_for_evaluations_and_gets_their_results(world: World) -> None:

@@ -98,6 +98,7 @@ class ActorChannel:
         self._records = RecordsInFlight(self._arena, run_dir is not None, times.resend_s, times.monotonic)
         self._next_due = times.monotonic() + times.heartbeat_s
         self._next_heartbeat = self._next_due
+        self._num_ranks = 1
         self._is_hello_due = False
         self._next_hello = 0.0
         self._want: int | None = None
@@ -107,10 +108,20 @@ class ActorChannel:
         self._stats: dict[str, float] = {}
         self._version: int | None = None
 
-    def hello(self) -> None:
-        """Introduce this actor: once, before anything else. The channel repeats it when the learner asks for it."""
+    def hello(self, num_ranks: int = 1) -> None:
+        """Introduce this actor: once, before anything else. The channel repeats it when the learner asks for it.
+
+        Args:
+            num_ranks: learner ranks, each of which this actor has a channel to. A learner of another number refuses it.
+        """
+        self._num_ranks = num_ranks
+        self._introduce()
+
+    def _introduce(self) -> None:
         held, first = tuple(self._held), self._records.first_sequence
-        self._connection.send(Hello(self.actor_id, self._incarnation, held, self._shared_arena, first))
+        self._connection.send(
+            Hello(self.actor_id, self._incarnation, held, self._shared_arena, first, self._num_ranks)
+        )
 
     def request(self, want: int) -> None:
         """Set how many tickets this actor wants to have under way: a level, not an increment.
@@ -309,7 +320,7 @@ class ActorChannel:
     def _introduce_again(self) -> None:
         # The learner is new, or had given this actor up: it does not know the tickets and records that are under way.
         self._version = None
-        self.hello()
+        self._introduce()
         if self._want is not None:
             self.request(self._want)
         self._repeat()

@@ -47,7 +47,7 @@ import numpy as np
 from impala_llm.pipeline.shm.run_directory import check_name
 from impala_llm.pipeline.tickets.ledger import Ticket
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 RUN_OVER = "the run is over"
 """Reason of the `Shutdown` that ends all actors for good."""
 UNKNOWN_RUN = 0
@@ -96,6 +96,7 @@ class Hello:
         arena: name of the arena with its records (`RunDirectory.arena_path`); empty: they follow their descriptors as
             frames.
         first_sequence: sequence below which all records have been answered.
+        num_ranks: learner ranks that the actor knows of.
     """
 
     actor_id: str
@@ -103,10 +104,12 @@ class Hello:
     held: tuple[int, ...]
     arena: str
     first_sequence: int = 0
+    num_ranks: int = 1
 
     def __post_init__(self) -> None:
         _check_name("actor_id", self.actor_id)
         _check_int("first_sequence", self.first_sequence, 0)
+        _check_int("num_ranks", self.num_ranks, 1)
         if self.arena != "":
             _check_name("arena", self.arena)
         _check_int("incarnation", self.incarnation, 0)

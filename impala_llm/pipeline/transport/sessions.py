@@ -43,6 +43,7 @@ class SessionLimits:
             failed; with max_staleness 0 seconds in which none of the actor's tickets has brought one.
         heartbeats_per_s: heartbeats of all actors together; each of many actors is asked for fewer.
         max_remembered: limit of refusals, and of sequences out of order, that are remembered of an actor.
+        num_ranks: ranks of the learner; an actor that knows of another number has settings of its own, and is refused.
     """
 
     heartbeat_timeout_s: float = 20.0
@@ -50,6 +51,7 @@ class SessionLimits:
     ticket_timeout_s: float = 600.0
     heartbeats_per_s: int = 100
     max_remembered: int = 1 << 14
+    num_ranks: int = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -156,7 +158,7 @@ class SessionRegistry:
             Its session; None where a living process has this name, and no answer is due.
 
         Raises:
-            IntroductionRefused: its name belongs to another key, or its arena cannot be used.
+            IntroductionRefused: its name belongs to another key, its arena cannot be used, or it counts other ranks.
             WireError: the routing id is not that of the actor.
         """
         identity = address[1]
@@ -168,6 +170,13 @@ class SessionRegistry:
         if (owner := self._key_of.setdefault(hello.actor_id, key)) != key:
             first, now = (f"the key {name!r}" if name else "this host" for name in (owner, key))
             text = f"{hello.actor_id} belongs to {first} and came from {now}: give each actor an index of its own"
+            self._warnings.log("an actor was refused", text)
+            raise IntroductionRefused(text)
+        if hello.num_ranks != (num_ranks := self._limits.num_ranks):
+            text = (
+                f"learner.num_ranks is {num_ranks} at the learner and {hello.num_ranks} at {hello.actor_id}: start the "
+                f"actors with learner.num_ranks={num_ranks}"
+            )
             self._warnings.log("an actor was refused", text)
             raise IntroductionRefused(text)
         session = self.by_address.get(address)

@@ -237,7 +237,8 @@ class WeightRelay(RelayThread):
         self._warnings.log(
             "the weight server does not answer",
             "connecting anew until it does; if that goes on: are address and port of pipeline.connect those of "
-            "pipeline.bind on the learner's host, and is the key in pipeline.keys among those authorised there?",
+            "pipeline.bind on the learner's host, is learner.num_ranks that of the learner (by it the port is found), "
+            "and is the key in pipeline.keys among those authorised there?",
         )
 
     def _release(self) -> None:

@@ -86,7 +86,7 @@ def nested(depth: int) -> bytes:
 def test_a_frame_is_checksum_version_code_and_fields() -> None:
     ticket = Ticket(ticket_id=1, task_id=-2, group_id=3, seed=4, min_version=5)
     for message, values in [
-        (messages.Hello("a", 1, (4, 5), "a-0", 6), [1, "a", 1, [4, 5], "a-0", 6]),
+        (messages.Hello("a", 1, (4, 5), "a-0", 6, 2), [1, "a", 1, [4, 5], "a-0", 6, 2]),
         (messages.TicketRequest(7), [2, 7]),
         (messages.DescriptorBatch.of([Descriptor(1, 2, 3, 4, -5)]), [3, struct.pack("<5q", 1, 2, 3, 4, -5)]),
         (messages.TicketFailed(7, "why"), [4, 7, "why"]),
@@ -112,7 +112,7 @@ def test_a_frame_is_checksum_version_code_and_fields() -> None:
 
 def test_a_frame_names_the_run() -> None:
     frame = messages.encode(messages.HelloWanted(), run_id=2**63 - 1)
-    assert frame == frame_of(msgpack.packb([4, 10]), 2**63 - 1)
+    assert frame == frame_of(msgpack.packb([5, 10]), 2**63 - 1)
     assert (messages.decode(frame), messages.run_id_of(frame)) == (messages.HelloWanted(), 2**63 - 1)
     assert messages.run_id_of(messages.encode(messages.HelloWanted())) == messages.UNKNOWN_RUN
 
@@ -198,7 +198,7 @@ def row(*values: int) -> bytes:
 
 
 def test_errors_name_what_is_wrong() -> None:
-    hello = ["actor", 1, [], "arena", 0]
+    hello = ["actor", 1, [], "arena", 0, 1]
     played = [1, 2, 0.5, True, 3, 4, 5, 6]
     for frame, expected in [
         (b"", "a frame of 0 bytes"),
@@ -206,7 +206,7 @@ def test_errors_name_what_is_wrong() -> None:
         (frame_of(b""), "no msgpack"),
         (frame_of(msgpack.packb([99, 14, 3])), "schema version 99"),
         (frame_of(msgpack.packb([True, 14, 3])), "schema version True"),
-        (frame_of(msgpack.packb([4.0, 14, 3])), "schema version 4.0"),
+        (frame_of(msgpack.packb([5.0, 14, 3])), "schema version 5.0"),
         (packed(), "no code"),
         (frame_of(msgpack.packb([])), "array is expected"),
         (frame_of(msgpack.packb({"a": 1})), "array is expected"),
@@ -220,10 +220,11 @@ def test_errors_name_what_is_wrong() -> None:
         (packed(1, "../x", *hello[1:]), "actor_id"),
         (packed(1, b"actor", *hello[1:]), "actor_id"),
         (packed(1, *hello[:1], -1, *hello[2:]), "incarnation is -1"),
-        (packed(1, *hello[:2], [-1], "", 0), "held"),
-        (packed(1, *hello[:2], 3, "", 0), "held"),
-        (packed(1, *hello[:2], [], 1, 0), "arena is 1"),
-        (packed(1, *hello[:2], [], "../../x", 0), "arena"),
+        (packed(1, *hello[:2], [-1], "", 0, 1), "held"),
+        (packed(1, *hello[:2], 3, "", 0, 1), "held"),
+        (packed(1, *hello[:2], [], 1, 0, 1), "arena is 1"),
+        (packed(1, *hello[:2], [], "../../x", 0, 1), "arena"),
+        (packed(1, *hello[:5], 0), "num_ranks is 0"),
         (packed(2, -1), "want is -1"),
         (packed(2, messages.MAX_ITEMS + 1), "want"),
         (packed(3, b""), "rows has 0 bytes"),
@@ -299,7 +300,7 @@ def test_an_error_shows_no_more_than_a_line_of_what_was_sent() -> None:
         frame_of(msgpack.packb([long])),
         packed(long),
         packed(14, long, 0),
-        packed(1, long, 1, [], "", 0),
+        packed(1, long, 1, [], "", 0, 1),
         packed(5, [], {"a": long}, 0, 0),
         packed(5, [], {"x" * 4000: "b"}, 0, 0),
     ]:
