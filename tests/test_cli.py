@@ -339,7 +339,7 @@ def test_a_dry_run_says_what_the_learner_would_warn_of(
     said = capsys.readouterr().err
     assert said.startswith("impala-llm: learner.epochs=4 with algorithm.loss=topr: this loss does not bound how far")
     assert cli.main(["train", *words, "algorithm=ppo"]) == 0
-    assert capsys.readouterr().err == "impala-llm: a run with these settings would begin; nothing was started\n"
+    assert capsys.readouterr().err == "impala-llm: with these settings a run would begin; nothing was started\n"
 
 
 @pytest.mark.parametrize("flags", [["--dry-run"], []])

@@ -133,9 +133,9 @@ def examine(overrides: Sequence[str]) -> list[Finding]:
         checks.pop("run folder", None)  # that a run of the default name is there is no fault of this host
     found += looked_at(config, checks)
     found += [processes(config), open_files(config)]
-    if is_learner:
-        found += [learner_memory(config, torch), process_group(config, overrides, torch)]
-    return found
+    if not is_learner:
+        return [*found, Finding("model memory", *model_memory.look_at_engines(config, torch.get("gpus", [])))]
+    return [*found, learner_memory(config, torch), process_group(config, overrides, torch)]
 
 
 def looked_at(config: Config, checks: Checks) -> list[Finding]:
@@ -338,10 +338,12 @@ def ports(config: Config) -> tuple[str, list[str]]:
         try:
             try_to_connect(end, CONNECT_S)
         except OSError as error:
+            begin, last = (TcpEndpoint.parse(rank_endpoint(first, each)).port for each in (0, num_ranks))
+            fix = f"start the learner with pipeline.bind=tcp://0.0.0.0:{begin} and open ports {begin} to {last}"
+            if offset:
+                fix = f"open ports {begin} to {last}, or set learner.num_ranks to that of the learner"
             problems.append(
-                f"pipeline.connect={connect}: port {end.port}, of {whose}, cannot be reached ({error}): start the "
-                f"learner with pipeline.bind=tcp://0.0.0.0:{TcpEndpoint.parse(first).port} and open ports "
-                f"{TcpEndpoint.parse(first).port} to {TcpEndpoint.parse(rank_endpoint(first, num_ranks)).port}"
+                f"pipeline.connect={connect}: port {end.port}, of {whose}, cannot be reached ({error}): {fix}"
             )
             break  # the others have the same cause
     return f"learner at {connect}" + ("" if first == connect else f", {first}"), problems

@@ -119,6 +119,32 @@ def look(config: Config, gpus: Sequence[Mapping[str, Any]]) -> tuple[str, list[s
     return state, problems
 
 
+def look_at_engines(config: Config, gpus: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
+    """Compare what the embedded engines need with the memory of a host that has actors alone; see `look`."""
+    size, is_on_gpus = needs_of(config).engine, bool(gpus) and config.model.device != "cpu"
+    if not size:
+        is_embedded = config.engine.name == "torch"
+        reason = f"there are no weights of model.path={config.model.path} yet" if is_embedded else "no embedded engines"
+        return f"not counted: {reason}", []
+    places = {"this host": min(psutil.virtual_memory().total, most_memory()) / 1e9}
+    numbers = {"this host": config.num_actors}
+    if is_on_gpus:
+        names, dealt = visible_gpus(), deal_gpus(config, visible_gpus()).actors
+        places = {f"GPU {name}": gpu["gb"] for name, gpu in zip(names, gpus, strict=False)}
+        numbers = {f"GPU {name}": sum(name in own for own in dealt) for name in names}
+    state = f"{_size(size)} for the weights of each of {config.num_actors} engines; keys and values come on top"
+    fewer = "lower actor.num_actors, or " * (config.num_actors > 1)
+    fewer += "set engine.dtype=bfloat16, or " * (config.engine.dtype == "float32")
+    for place, there in places.items():
+        if (needed := numbers[place] * size) > there:
+            engines = "the actor's engine" if numbers[place] == 1 else f"the engines of {numbers[place]} actors"
+            return state, [
+                f"{place} has {there:.1f} GB, and {engines} with model.path={config.model.path} take {needed:.1f} GB "
+                f"for weights alone: {fewer}take a smaller model or more memory"
+            ]
+    return state, []
+
+
 def _fix(
     config: Config, others: Mapping[str, float], needed: float, there: float, remedies: Sequence[str], more: str
 ) -> str:

@@ -281,9 +281,14 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
         check_training(config)
         if is_dry:
             from impala_llm.gateway.tasks import tried_suite
+            from impala_llm.learning.checkpoints.resume import how_to_start
 
             tried_suite(config)  # a run leaves it to its actors: it may take seconds
-            print("impala-llm: a run with these settings would begin; nothing was started", file=sys.stderr)
+            start = how_to_start(config)
+            for note in start.notes:  # what the settings of a run that goes on were before, and what is discarded
+                print(f"impala-llm: {note}", file=sys.stderr)
+            would = f"the run in {config.run.dir} would go on" if start.goes_on else "a run would begin"
+            print(f"impala-llm: with these settings {would}; nothing was started", file=sys.stderr)
             return 0
 
     folder = Path(config.run.dir)

@@ -165,6 +165,28 @@ def test_a_model_that_memory_cannot_hold_is_wrong_and_sharding_is_named(
     assert found["model memory"]["problems"] == []
 
 
+def test_a_host_of_actors_that_cannot_hold_their_engines_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four bytes a parameter of each; a GPU that two of four engines share has room for one and a half."""
+    parameters = sum(t.size for t in load_file(ASSETS / "tiny_shopper" / "model.safetensors").values())
+    memory = psutil.virtual_memory()._replace(total=10 * parameters)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    make_keys(tmp_path / "keys")
+    settings = ["model=tiny_shopper", "env=webshop", "pipeline.connect=tcp://host:1", f"pipeline.keys={tmp_path}/keys"]
+    one, four = (load([*settings, f"actor.num_actors={number}"]) for number in (1, 4))
+    assert model_memory.look_at_engines(one, [])[1] == []
+    [problem] = model_memory.look_at_engines(four, [])[1]
+    assert "the engines of 4 actors" in problem and "lower actor.num_actors, or set engine.dtype=bfloat16" in problem
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    [problem] = model_memory.look_at_engines(four, 2 * [{"gb": 6e-9 * parameters}])[1]
+    assert problem.startswith("GPU 0 has ") and "the engines of 2 actors" in problem
+    assert model_memory.look_at_engines(load([*settings, "engine=sglang"]), []) == (
+        "not counted: no embedded engines",
+        [],
+    )
+
+
 @pytest.mark.usefixtures("without_ranks")
 @pytest.mark.parametrize(
     ("words", "offered", "useless"),
@@ -422,7 +444,7 @@ def test_a_host_of_actors_must_reach_every_port_of_its_learner(examine: Examine,
         assert code == 1
         [problem] = found["ports"]["problems"]
         assert f"port {port + 1}, of the weight server, cannot be reached" in problem
-        assert f"open ports {port} to {port + 1}" in problem
+        assert f"open ports {port} to {port + 1}, or set learner.num_ranks to that of the learner" in problem
         assert "process group" not in found and "disk" not in found
         with socket.create_server(("127.0.0.1", port + 1)):
             code, found = examine(*settings)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from impala_llm.cli import main
 from impala_llm.commands.preflight import check_training
 from impala_llm.config import ConfigError, load, to_yaml
 from impala_llm.learning.checkpoints.files import CheckpointManifest, VersionMark, manifest_bytes, name_of
@@ -92,6 +93,18 @@ def test_the_same_command_goes_on_from_the_checkpoint(settings: list[str]) -> No
     assert how_to_start(load(settings)) == Start(take_over=False, run_id=77)
     others = ("learner.total_updates=90", "actor.num_actors=3", "learner.learning_rate=0.1", "run.resume=true")
     assert how_to_start(load([*settings, *others])).run_id == 77
+
+
+def test_a_dry_run_says_whether_a_run_would_begin_or_go_on_and_what_has_changed(
+    settings: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--dry-run", *settings]) == 0
+    assert "impala-llm: with these settings a run would begin; nothing" in capsys.readouterr().err
+    folder = make_run(settings, 20)
+    assert main(["train", "--dry-run", *settings, "learner.learning_rate=0.1"]) == 0
+    said = capsys.readouterr().err
+    assert "impala-llm: going on with learner.learning_rate=0.1, before 0.001" in said
+    assert f"impala-llm: with these settings the run in {folder} would go on; nothing was started" in said
 
 
 @pytest.mark.parametrize("resume", ["auto", "true"])

@@ -70,7 +70,12 @@ def test_a_run_goes_on_as_another_number_of_ranks_with_the_policy_in_other_parts
 @pytest.mark.system
 def test_ranks_that_wait_for_a_batch_in_vain_say_so_in_the_terminal(tmp_path: Path) -> None:
     """The last line of their log is that of the rank that lost the other one."""
-    too_much = ("learner.batch_size=65536", "replay.capacity=65536", "replay.capacity_mb=256", "learner.stall_timeout_s=2")
+    too_much = (
+        "learner.batch_size=65536",
+        "replay.capacity=65536",
+        "replay.capacity_mb=256",
+        "learner.stall_timeout_s=2",
+    )
     with Run(tmp_path, *TOY, "learner.num_ranks=2", *too_much) as run:
         supervisor = run.train()
         run.wait_for(lambda: "learner died (exit code 1)" in run.printed(), "the learner to give up")

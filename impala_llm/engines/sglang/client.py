@@ -64,6 +64,9 @@ class SGLangClient:
         key: the server's API key; None where it has none.
     """
 
+    refusal = ""
+    """How what answers there has refused the last question of `healthy` that it has refused."""
+
     def __init__(self, http: aiohttp.ClientSession, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/")
         self._http = http
@@ -73,7 +76,10 @@ class SGLangClient:
         """Return whether the server answers. No token is requested: a paused or busy server is healthy too."""
         try:
             await self._call("GET", "/model_info", timeout_s=_PROBE_TIMEOUT_S)
-        except (ServerLost, ServerRefused):
+        except ServerLost:
+            return False
+        except ServerRefused as error:
+            self.refusal = str(error)
             return False
         return True
 

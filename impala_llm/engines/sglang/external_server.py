@@ -60,16 +60,17 @@ class Server(Protocol):
 
 
 @contextlib.asynccontextmanager
-async def _patience(url: str, timeout_s: float) -> AsyncIterator[None]:
+async def _patience(client: SGLangClient, timeout_s: float) -> AsyncIterator[None]:
     """Limit the wait for a server, and say once that it is waited for. Raises ServerAbsent after the timeout."""
-    saying = asyncio.get_running_loop().call_later(SAID_AFTER_S, _say_waiting, url, timeout_s - SAID_AFTER_S)
+    saying = asyncio.get_running_loop().call_later(SAID_AFTER_S, _say_waiting, client.url, timeout_s - SAID_AFTER_S)
     try:
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError:
-        raise ServerAbsent(
-            f"engine.urls: {url} did not answer for {timeout_s:g} s: start the server, or correct the URL"
-        ) from None
+        did = f"did not answer for {timeout_s:g} s"
+        if client.refusal:
+            did = f"answers, but as no SGLang server that is ready, for {timeout_s:g} s ({client.refusal})"
+        raise ServerAbsent(f"engine.urls: {client.url} {did}: start the server, or correct the URL") from None
     finally:
         saying.cancel()
 
@@ -115,7 +116,7 @@ async def find_servers(urls: Sequence[str], timeout_s: float = 600.0) -> list["R
     async with aiohttp.ClientSession() as http:
         for url in urls:
             client = SGLangClient(http, url)
-            async with _patience(url, timeout_s):
+            async with _patience(client, timeout_s):
                 while not (workers := await client.workers()) and not await client.healthy():
                     await asyncio.sleep(_POLL_S)
             found += workers or [client.url]
@@ -155,10 +156,11 @@ class RemoteServer:
 
     async def start(self) -> None:
         """Wait until it answers. Raises ServerAbsent after the timeout."""
-        async with _patience(self._url, self._timeout_s), aiohttp.ClientSession() as http:
+        async with aiohttp.ClientSession() as http:
             client = SGLangClient(http, self._url, self._key)
-            while not await client.healthy():
-                await asyncio.sleep(_POLL_S)
+            async with _patience(client, self._timeout_s):
+                while not await client.healthy():
+                    await asyncio.sleep(_POLL_S)
 
     async def wait_dead(self) -> str:
         """Wait for ever: only its clients notice its death."""

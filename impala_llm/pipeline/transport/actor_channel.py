@@ -119,9 +119,7 @@ class ActorChannel:
 
     def _introduce(self) -> None:
         held, first = tuple(self._held), self._records.first_sequence
-        self._connection.send(
-            Hello(self.actor_id, self._incarnation, held, self._shared_arena, first, self._num_ranks)
-        )
+        self._connection.send(Hello(self.actor_id, self._incarnation, held, self._shared_arena, first, self._num_ranks))
 
     def request(self, want: int) -> None:
         """Set how many tickets this actor wants to have under way: a level, not an increment.

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from safetensors.numpy import save_file
 
 from impala_llm.config import load
@@ -500,7 +501,7 @@ def test_a_server_with_a_key_is_shown_it():
         completion = await engine.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=6))
         check_tokens([1, 2, 3], completion)
         await engine.close()
-        with pytest.raises(EngineError, match="did not answer"):
+        with pytest.raises(EngineError, match="answered 401: Unauthorized"):
             await RemoteServer(fake.url, timeout_s=0.1).start()
         await fake.server.close()
 
@@ -540,6 +541,23 @@ def test_of_several_servers_those_that_do_not_answer_are_named():
             "engine.urls: http://127.0.0.1:10",
         ]
         await fake.server.close()
+
+    run(test)
+
+
+def test_what_answers_at_a_url_and_is_no_sglang_server_is_told_apart_from_silence():
+    async def test():
+        other = TestServer(web.Application())  # answers everything with 404
+        await other.start_server()
+        url = str(other.make_url("")).rstrip("/")
+        [problem] = await absent_servers([url], timeout_s=0.5)
+        assert (
+            problem.startswith(f"engine.urls: {url} answers, but as no SGLang server that is ready")
+            and "404" in problem
+        )
+        with pytest.raises(EngineError, match="answers, but as no SGLang server"):
+            await RemoteServer(url, timeout_s=0.5).start()
+        await other.close()
 
     run(test)
 
