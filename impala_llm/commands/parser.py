@@ -284,10 +284,10 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
             from impala_llm.learning.checkpoints.resume import how_to_start
 
             tried_suite(config)  # a run leaves it to its actors: it may take seconds
-            start = how_to_start(config)
-            for note in start.notes:  # what the settings of a run that goes on were before, and what is discarded
+            found = how_to_start(config)
+            for note in found.notes:  # what the settings of a run that goes on were before, and what is discarded
                 print(f"impala-llm: {note}", file=sys.stderr)
-            would = f"the run in {config.run.dir} would go on" if start.goes_on else "a run would begin"
+            would = f"the run in {config.run.dir} would go on" if found.goes_on else "a run would begin"
             print(f"impala-llm: with these settings {would}; nothing was started", file=sys.stderr)
             return 0
 
