@@ -550,6 +550,13 @@ def test_a_folder_that_lacks_a_key_is_refused(tmp_path, setting, missing):
         load(["model=scratch", f"pipeline.keys={tmp_path}", setting])
 
 
+def test_a_host_of_actors_is_not_told_to_copy_the_learners_secret_key(tmp_path):
+    for name in ("learner.public.json", "gpu1.secret.json"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match="has no authorised, learner.secret.json: only .* set pipeline.bind=null"):
+        load(["model=scratch", f"pipeline.keys={tmp_path}", BIND, CONNECT])
+
+
 def test_an_actor_does_not_guess_which_key_is_its_own(tmp_path):
     for name in ("learner.public.json", "a.secret.json", "b.secret.json"):
         (tmp_path / name).touch()

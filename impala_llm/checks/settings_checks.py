@@ -586,10 +586,10 @@ def _host_problems(config: Config) -> list[str]:
             )
     missing = sorted(name for name in needed if not (folder / name).exists())
     if missing:
-        found.append(
-            f"pipeline.keys={pipeline.keys} has no {', '.join(missing)}: make keys with `impala-llm keys`, or copy "
-            "what is missing from the folder where they were made"
-        )
+        fix = "make keys with `impala-llm keys`, or copy what is missing from the folder where they were made"
+        if pipeline.connect is not None and {*missing} <= {LEARNER_SECRET, AUTHORISED}:
+            fix = "only the learner's host has that, so set pipeline.bind=null on a host of actors"
+        found.append(f"pipeline.keys={pipeline.keys} has no {', '.join(missing)}: {fix}")
     return found
 
 

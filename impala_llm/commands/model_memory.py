@@ -105,9 +105,10 @@ def look(config: Config, gpus: Sequence[Mapping[str, Any]]) -> tuple[str, list[s
         if held > there:
             remedies = _host_remedies(config, needs, is_on_gpus)
         named = "".join(f"{size:.1f} GB of them for {key}, whole in each process, " for key, size in others.items())
+        at_start = f", at its start {start:.1f} GB" if start > needed else ""
         problems.append(
-            f"{where} takes {needed:.1f} GB of this host's {there:.1f} GB, {named}{needs.copied:.1f} GB of them as the "
-            f"copy for a checkpoint: {_fix(config, others, needed, there, remedies, 'more memory')}"
+            f"{where} takes {needed:.1f} GB of this host's {there:.1f} GB{at_start}, {named}{needs.copied:.1f} GB of "
+            f"them as the copy for a checkpoint: {_fix(config, others, needed, there, remedies, 'more memory')}"
         )
     elif start > there:
         several, fix = needs.num_processes > 1, "lower learner.num_ranks, or " if learner.num_ranks > 1 else ""

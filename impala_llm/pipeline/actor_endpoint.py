@@ -11,13 +11,15 @@ import hashlib
 import platform
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import zmq
 
 from impala_llm.hosts import rank_endpoint
 from impala_llm.pipeline.network.keys import load_actor_keys
+from impala_llm.pipeline.shared_settings import shared_settings
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.tickets.ledger import Ticket
 from impala_llm.pipeline.transport.actor_channel import ActorChannel, Event
@@ -53,7 +55,7 @@ class ActorEndpoint:
         Raises:
             KeyFileError: `pipeline.keys` names files that cannot be used.
         """
-        return RankChannels(self._connect, self._config.learner.num_ranks)
+        return RankChannels(self._connect, self._config.learner.num_ranks, shared_settings(self._config))
 
     def _connect(self, rank: int, context: Context) -> ActorChannel:
         pipeline = self._config.pipeline
@@ -77,6 +79,7 @@ class RankChannels:
     Args:
         connect: makes the channel to a rank, in the context given.
         num_ranks: learner ranks.
+        settings: of the actor, see `shared_settings`.
         share_every_s: seconds between two redistributions of the slots that some ranks did not fill.
     """
 
@@ -84,9 +87,11 @@ class RankChannels:
         self,
         connect: Callable[[int, Context], ActorChannel],
         num_ranks: int,
+        settings: Mapping[str, str] = MappingProxyType({}),
         share_every_s: float = 1.0,
     ) -> None:
         self._context: Context = zmq.Context()
+        self._settings = settings
         self._channels: list[ActorChannel] = []
         try:
             for rank in range(num_ranks):
@@ -105,7 +110,7 @@ class RankChannels:
     def hello(self) -> None:
         """Introduce this actor to all ranks, see `ActorChannel.hello`."""
         for channel in self._channels:
-            channel.hello(len(self._channels))
+            channel.hello(self._settings)
 
     def request(self, want: int) -> None:
         """Divide a request over all ranks, see `ActorChannel.request`.

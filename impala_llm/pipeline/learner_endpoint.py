@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import cast
 
 from impala_llm.hosts import rank_endpoint
 from impala_llm.pipeline.network.keys import LearnerKeys, load_learner_keys
+from impala_llm.pipeline.shared_settings import shared_settings
 from impala_llm.pipeline.shm.journal import Journal
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.shm.store_header import sizes
@@ -24,7 +24,6 @@ from impala_llm.pipeline.transport.no_receiver import NoReceiver
 from impala_llm.pipeline.transport.receiver import Endpoints, Receiver, RecordLimits, SessionLimits
 from impala_llm.pipeline.weights.board import WeightPublisher, WeightReader
 from impala_llm.pipeline.weights.relay_server import serve_weights
-from impala_llm.processes.supervised import SUPERVISED
 from impala_llm.settings import Config, longest_record
 from impala_llm.trajectory import Trajectory
 
@@ -192,7 +191,7 @@ class LearnerEndpoint:
             SessionLimits(
                 heartbeat_timeout_s=pipeline.actor_timeout_s,
                 ticket_timeout_s=pipeline.ticket_timeout_s,
-                num_ranks=self._num_ranks,
+                settings=shared_settings(config),
             ),
             published=WeightReader(run_dir.weights_path).latest(),
         )
@@ -215,11 +214,10 @@ class LearnerEndpoint:
             if self._receiver is None:
                 return
             self._stack.callback(self._receiver.close)
-            told_to_stop = kind is not None and issubclass(kind, SystemExit | KeyboardInterrupt)
-            if told_to_stop:
-                self._receiver.interrupted()
-            if kind is None or (told_to_stop and SUPERVISED not in os.environ):
+            if kind is None:  # else the run may go on, as after the time limit of a Slurm job: actors wait for that
                 self._receiver.shutdown()
+            elif issubclass(kind, SystemExit | KeyboardInterrupt):
+                self._receiver.interrupted()
 
     def _store(self) -> TrajectoryStore:
         return TrajectoryStore(self.run_dir.replay_path(self._rank), *sizes(self._config.replay))

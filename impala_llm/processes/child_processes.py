@@ -225,7 +225,9 @@ class Child:
             lines = log.read().decode(errors="replace").splitlines()
         texts = [STAMP.sub("", line.strip() + " ", count=1).strip() for line in lines if not PROGRESS_BAR.search(line)]
         said = [text for text in texts if text]
-        begin = "; the last line of its log" if (self.poll() or 0) < 0 else ""
+        begin = "; the last line of its log" if (code := self.poll() or 0) < 0 else ""
+        if code == -signal.SIGKILL:
+            begin = f"; where nobody has sent that, the system did, for lack of memory{begin}"
         return f"{begin}: {said[-1]} (more in {self.log})" if said else ""
 
     def death(self) -> tuple[str, str]:

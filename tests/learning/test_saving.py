@@ -37,6 +37,7 @@ from impala_llm.learning.publishing import VersionPublisher
 from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.learning.saving import RankParts, Saving, UpdateEnd
 from impala_llm.pipeline import ActorEndpoint
+from impala_llm.pipeline.shared_settings import shared_settings
 from impala_llm.pipeline.shm.run_directory import find_run, remove_run_dir
 from impala_llm.pipeline.transport.actor_channel import ActorChannel
 from impala_llm.pipeline.transport.messages import Grant
@@ -377,7 +378,7 @@ def test_a_checkpoint_is_due_after_the_first_update_and_then_once_for_each_time(
     with ExitStack() as stack:
         learner = Learner(config, Ranks("cpu"), stack, Start(), Mock(number=0))
         actor = stack.enter_context(closing(ActorEndpoint(config, "actor-0").connect())).first
-        actor.hello()
+        actor.hello(shared_settings(config))
         actor.request(2)
         for _ in range(12):
             clock.monotonic.return_value += 15.0

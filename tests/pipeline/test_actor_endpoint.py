@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from impala_llm.config import load
 from impala_llm.pipeline.actor_endpoint import RankChannels
+from impala_llm.pipeline.shared_settings import difference, shared_settings
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.shm.trajectory_store import TrajectoryStore
 from impala_llm.pipeline.tickets.ledger import TicketLedger
@@ -23,6 +25,8 @@ from impala_llm.pipeline.transport.sessions import SessionLimits
 from tests.pipeline.support import VOCAB_SIZE, make_trajectory
 
 NUM_RANKS = 2
+WORDS = ("experiment=corridor", f"learner.num_ranks={NUM_RANKS}")
+SETTINGS = shared_settings(load(WORDS))
 
 
 class World:
@@ -32,19 +36,20 @@ class World:
         self.run_dir = run_dir
         self.receivers: list[Receiver] = []
 
-    def start(self, max_open: tuple[int, int], num_ranks: int = NUM_RANKS) -> RankChannels:
-        """num_ranks: that the actor knows of."""
+    def start(self, max_open: tuple[int, int], *words: str) -> RankChannels:
+        """words: settings that the actor has and the learner has not."""
         for rank, limit in enumerate(max_open):
             order = TaskOrder(range(50), seed=1, rank=rank, world_size=NUM_RANKS)
             ledger = TicketLedger(order, batch_size=1, max_staleness=None, max_open=limit)
             arena = TrajectoryStore(self.run_dir.replay_path(rank), 1 << 18, 64)
             receiver = Receiver(
                 *(Endpoints(self.run_dir.endpoint(rank)), ledger, RecordLimits(VOCAB_SIZE), self.run_dir, arena),
-                sessions=SessionLimits(num_ranks=NUM_RANKS),
+                sessions=SessionLimits(settings=SETTINGS),
             )
             receiver.start()
             self.receivers.append(receiver)
-        self.actor = RankChannels(self.connect, num_ranks, share_every_s=0.1)
+        settings = shared_settings(load([*WORDS, *words]))
+        self.actor = RankChannels(self.connect, NUM_RANKS, settings, share_every_s=0.1)
         self.actor.hello()
         return self.actor
 
@@ -121,10 +126,19 @@ def test_what_belongs_to_a_rank_goes_there(world: World) -> None:
         actor.fail(10**6, "unknown")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_an_actor_that_counts_other_ranks_than_the_learner_has_is_told_so(world: World, num_ranks: int) -> None:
-    """It would play for some of them only, or speak to the ports of others."""
-    actor = world.start((4, 4), num_ranks)
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("learner.num_ranks=1", "learner.num_ranks is 2 at the learner and 1 at actor-0"),
+        ("env.args.num_words=5", "env.args.num_words is 4 at the learner and 5 at actor-0"),
+        ("engine.temperature=0.1", "engine.temperature is 1.0 at the learner and 0.1 at actor-0"),
+        ("run.name=another", "run.name is corridor at the learner and another at actor-0"),
+        ("env=parrot", "env.name is corridor at the learner and parrot at actor-0"),
+    ],
+)
+def test_an_actor_with_other_settings_than_the_learner_is_told_which(world: World, word: str, said: str) -> None:
+    """It would play another task, sample otherwise, or play for some of the ranks."""
+    actor = world.start((4, 4), word)
     actor.request(4)
     reasons: list[str] = []
 
@@ -133,8 +147,19 @@ def test_an_actor_that_counts_other_ranks_than_the_learner_has_is_told_so(world:
             reasons.extend(event.reason for event in await actor.poll_async(0.05) if isinstance(event, Shutdown))
 
     asyncio.run(asyncio.wait_for(listen(), 20))
-    assert "start the actors with learner.num_ranks=2" in reasons[0]
+    assert said in reasons[0] and "start the actors with the settings of the learner" in reasons[0]
     assert world.receivers[0].counters()["actors"] == 0
+
+
+def test_what_may_differ_from_host_to_host_is_not_compared() -> None:
+    own = ("model.path=tiny_shopper", "engine.dtype=bfloat16", "actor.max_episodes=3", "learner.total_updates=9")
+    assert shared_settings(load([*WORDS, *own])) == SETTINGS
+    config = load(WORDS)
+    config.env.args = {"path": "/host/tasks", "text": "x" * 300, "of": {"depth": 2}}
+    found = shared_settings(config)
+    assert "env.args.path" not in found and found["env.args.of.depth"] == "2"
+    assert found["env.args.text"].startswith("sha256 ")
+    assert "and 4 other settings differ" in difference({}, dict.fromkeys("abcdefg", "1"), "actor-0")
 
 
 def test_the_first_rank_asks_for_evaluations_and_gets_their_results(world: World) -> None:

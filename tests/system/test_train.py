@@ -16,6 +16,8 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
+from impala_llm.config import load
+from impala_llm.pipeline.shared_settings import shared_settings
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.transport.actor_channel import ActorChannel
 from impala_llm.pipeline.transport.learner_connection import ChannelTimes
@@ -163,7 +165,7 @@ def test_training_survives_the_loss_of_actor_and_learner_and_a_malformed_traject
         run.wait_for_updates(8)
         assert "actor 0 died (killed by SIGKILL)" in run.log.read_text()
 
-        refuse_one_trajectory(run.name)
+        refuse_one_trajectory(run)
         run.wait_for_updates(8)
         [learner] = run.processes(str(ROOT / "impala_llm/learner.py"))
         learner.terminate()
@@ -209,12 +211,12 @@ def test_an_offline_run_outlasts_its_arena_and_goes_on_with_its_own_policy_after
         run.assert_gone()
 
 
-def refuse_one_trajectory(run_name: str) -> None:
+def refuse_one_trajectory(run: Run) -> None:
     """Play an actor whose only trajectory holds a token outside of the vocabulary."""
-    run_dir = RunDirectory.attach(run_name)
+    run_dir = RunDirectory.attach(run.name)
     intruder = ActorChannel(run_dir.endpoint(0), "intruder", run_dir, arena_bytes=1 << 16, times=ChannelTimes(0.1))
     try:
-        intruder.hello()
+        intruder.hello(shared_settings(load([f"experiment={run.directory}/config.yaml"])))
         intruder.request(1)
         events = turns_until(lambda: intruder.held, intruder)
         [ticket] = [ticket for event in events if isinstance(event, Grant) for ticket in event.tickets]

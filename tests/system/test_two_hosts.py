@@ -123,11 +123,10 @@ def test_actors_on_another_host_train_strangers_get_nothing_and_a_cut_cable_is_s
     server = f"tcp://{LEARNER}:{PORT}"
     with Run(tmp_path / "run", "experiment=toy", "learner.total_updates=100000") as run:
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
-        learner = run.start(
-            *learner_host.enter(
-                *torchrun, "impala_llm/learner.py", f"pipeline.bind={server}", f"pipeline.keys={folder}"
-            )
+        learn = learner_host.enter(
+            *torchrun, "impala_llm/learner.py", f"pipeline.bind={server}", f"pipeline.keys={folder}"
         )
+        learner = run.start(*learn)
         actors = run.start(
             *actor_host.enter(
                 *("tools/launch_actors.sh", "--num-actors", "2"), f"pipeline.connect={server}", f"pipeline.keys={away}"
@@ -150,8 +149,10 @@ def test_actors_on_another_host_train_strangers_get_nothing_and_a_cut_cable_is_s
         assert sum(column(run.rows(), "pipeline/refused")) == 0
 
         [process] = run.processes("impala_llm/learner.py", "--standalone")
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)  # as at the time limit of a Slurm job
         learner.wait(STOP_S)
+        run.settings[-1] = f"learner.total_updates={run.rows()[-1]['step'] + 3}"
+        assert run.start(*learn).wait(START_S) == 0, run.printed()
         assert actors.wait(STOP_S) == 0, run.printed()
         run.assert_gone()
 

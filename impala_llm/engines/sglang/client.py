@@ -65,7 +65,7 @@ class SGLangClient:
     """
 
     refusal = ""
-    """How what answers there has refused the last question of `healthy` that it has refused."""
+    """The last answer to `healthy` that was an error, in words; empty before one."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/")

@@ -258,7 +258,7 @@ def _what_goes_where(directory: Path, actors: Sequence[str]) -> str:
         ]
     lines += [
         "and starts actors with",
-        "  pipeline.keys=impala_keys pipeline.connect=tcp://LEARNER_HOST:7400",
+        "  pipeline.keys=impala_keys pipeline.bind=null pipeline.connect=tcp://LEARNER_HOST:7400",
         f"to revoke a key, delete NAME{PUBLIC_SUFFIX} from {path(AUTHORISED)}: good for new connections at once",
     ]
     return "\n".join(lines)

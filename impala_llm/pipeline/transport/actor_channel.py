@@ -11,7 +11,8 @@ Messages: see the table in messages.py. Records: records_in_flight.py. Socket an
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from impala_llm.pipeline.network.keys import ActorKeys
 from impala_llm.pipeline.shm.record import encode_record
@@ -98,7 +99,7 @@ class ActorChannel:
         self._records = RecordsInFlight(self._arena, run_dir is not None, times.resend_s, times.monotonic)
         self._next_due = times.monotonic() + times.heartbeat_s
         self._next_heartbeat = self._next_due
-        self._num_ranks = 1
+        self._settings: dict[str, str] = {}
         self._is_hello_due = False
         self._next_hello = 0.0
         self._want: int | None = None
@@ -108,18 +109,18 @@ class ActorChannel:
         self._stats: dict[str, float] = {}
         self._version: int | None = None
 
-    def hello(self, num_ranks: int = 1) -> None:
+    def hello(self, settings: Mapping[str, str] = MappingProxyType({})) -> None:
         """Introduce this actor: once, before anything else. The channel repeats it when the learner asks for it.
 
         Args:
-            num_ranks: learner ranks, each of which this actor has a channel to. A learner of another number refuses it.
+            settings: of this actor, see `shared_settings`; a learner that has others refuses it.
         """
-        self._num_ranks = num_ranks
+        self._settings = dict(settings)
         self._introduce()
 
     def _introduce(self) -> None:
         held, first = tuple(self._held), self._records.first_sequence
-        self._connection.send(Hello(self.actor_id, self._incarnation, held, self._shared_arena, first, self._num_ranks))
+        self._connection.send(Hello(self.actor_id, self._incarnation, held, self._shared_arena, first, self._settings))
 
     def request(self, want: int) -> None:
         """Set how many tickets this actor wants to have under way: a level, not an increment.

@@ -38,7 +38,7 @@ import dataclasses
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgpack
@@ -96,7 +96,7 @@ class Hello:
         arena: name of the arena with its records (`RunDirectory.arena_path`); empty: they follow their descriptors as
             frames.
         first_sequence: sequence below which all records have been answered.
-        num_ranks: learner ranks that the actor knows of.
+        settings: of the actor that must be the learner's, as texts by key, see shared_settings.py.
     """
 
     actor_id: str
@@ -104,12 +104,16 @@ class Hello:
     held: tuple[int, ...]
     arena: str
     first_sequence: int = 0
-    num_ranks: int = 1
+    settings: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_name("actor_id", self.actor_id)
         _check_int("first_sequence", self.first_sequence, 0)
-        _check_int("num_ranks", self.num_ranks, 1)
+        _check_type("settings", self.settings, dict)
+        if len(self.settings) > MAX_ITEMS:
+            raise WireError(f"settings has {len(self.settings)} entries: at most {MAX_ITEMS} are allowed")
+        for text in (*self.settings, *self.settings.values()):
+            _check_text("a key or value in settings", text)
         if self.arena != "":
             _check_name("arena", self.arena)
         _check_int("incarnation", self.incarnation, 0)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from impala_llm.pipeline.shared_settings import difference
 from impala_llm.pipeline.shm.ring import ArenaError, ArenaReader
 from impala_llm.pipeline.shm.run_directory import RunDirectory
 from impala_llm.pipeline.tickets.ledger import Ticket, TicketLedger
@@ -43,7 +44,7 @@ class SessionLimits:
             failed; with max_staleness 0 seconds in which none of the actor's tickets has brought one.
         heartbeats_per_s: heartbeats of all actors together; each of many actors is asked for fewer.
         max_remembered: limit of refusals, and of sequences out of order, that are remembered of an actor.
-        num_ranks: ranks of the learner; an actor that knows of another number has settings of its own, and is refused.
+        settings: of the learner, see `shared_settings`: an actor that has others is refused. Empty: none is.
     """
 
     heartbeat_timeout_s: float = 20.0
@@ -51,7 +52,7 @@ class SessionLimits:
     ticket_timeout_s: float = 600.0
     heartbeats_per_s: int = 100
     max_remembered: int = 1 << 14
-    num_ranks: int = 1
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -158,7 +159,7 @@ class SessionRegistry:
             Its session; None where a living process has this name, and no answer is due.
 
         Raises:
-            IntroductionRefused: its name belongs to another key, its arena cannot be used, or it counts other ranks.
+            IntroductionRefused: its name belongs to another key, its arena cannot be used, or it has other settings.
             WireError: the routing id is not that of the actor.
         """
         identity = address[1]
@@ -172,11 +173,7 @@ class SessionRegistry:
             text = f"{hello.actor_id} belongs to {first} and came from {now}: give each actor an index of its own"
             self._warnings.log("an actor was refused", text)
             raise IntroductionRefused(text)
-        if hello.num_ranks != (num_ranks := self._limits.num_ranks):
-            text = (
-                f"learner.num_ranks is {num_ranks} at the learner and {hello.num_ranks} at {hello.actor_id}: start the "
-                f"actors with learner.num_ranks={num_ranks}"
-            )
+        if self._limits.settings and (text := difference(self._limits.settings, hello.settings, hello.actor_id)):
             self._warnings.log("an actor was refused", text)
             raise IntroductionRefused(text)
         session = self.by_address.get(address)

@@ -86,7 +86,7 @@ def nested(depth: int) -> bytes:
 def test_a_frame_is_checksum_version_code_and_fields() -> None:
     ticket = Ticket(ticket_id=1, task_id=-2, group_id=3, seed=4, min_version=5)
     for message, values in [
-        (messages.Hello("a", 1, (4, 5), "a-0", 6, 2), [1, "a", 1, [4, 5], "a-0", 6, 2]),
+        (messages.Hello("a", 1, (4, 5), "a-0", 6, {"k": "v"}), [1, "a", 1, [4, 5], "a-0", 6, {"k": "v"}]),
         (messages.TicketRequest(7), [2, 7]),
         (messages.DescriptorBatch.of([Descriptor(1, 2, 3, 4, -5)]), [3, struct.pack("<5q", 1, 2, 3, 4, -5)]),
         (messages.TicketFailed(7, "why"), [4, 7, "why"]),
@@ -198,7 +198,7 @@ def row(*values: int) -> bytes:
 
 
 def test_errors_name_what_is_wrong() -> None:
-    hello = ["actor", 1, [], "arena", 0, 1]
+    hello = ["actor", 1, [], "arena", 0, {}]
     played = [1, 2, 0.5, True, 3, 4, 5, 6]
     for frame, expected in [
         (b"", "a frame of 0 bytes"),
@@ -220,11 +220,14 @@ def test_errors_name_what_is_wrong() -> None:
         (packed(1, "../x", *hello[1:]), "actor_id"),
         (packed(1, b"actor", *hello[1:]), "actor_id"),
         (packed(1, *hello[:1], -1, *hello[2:]), "incarnation is -1"),
-        (packed(1, *hello[:2], [-1], "", 0, 1), "held"),
-        (packed(1, *hello[:2], 3, "", 0, 1), "held"),
-        (packed(1, *hello[:2], [], 1, 0, 1), "arena is 1"),
-        (packed(1, *hello[:2], [], "../../x", 0, 1), "arena"),
-        (packed(1, *hello[:5], 0), "num_ranks is 0"),
+        (packed(1, *hello[:2], [-1], "", 0, {}), "held"),
+        (packed(1, *hello[:2], 3, "", 0, {}), "held"),
+        (packed(1, *hello[:2], [], 1, 0, {}), "arena is 1"),
+        (packed(1, *hello[:2], [], "../../x", 0, {}), "arena"),
+        (packed(1, *hello[:5], [1]), "settings is"),
+        (packed(1, *hello[:5], {"k": 1}), "value in settings is 1"),
+        (packed(1, *hello[:5], {1: "v"}), "key or value in settings|int is not allowed"),
+        (packed(1, *hello[:5], {str(i): "" for i in range(messages.MAX_ITEMS + 1)}), "settings has 65537 entries"),
         (packed(2, -1), "want is -1"),
         (packed(2, messages.MAX_ITEMS + 1), "want"),
         (packed(3, b""), "rows has 0 bytes"),
@@ -300,7 +303,7 @@ def test_an_error_shows_no_more_than_a_line_of_what_was_sent() -> None:
         frame_of(msgpack.packb([long])),
         packed(long),
         packed(14, long, 0),
-        packed(1, long, 1, [], "", 0, 1),
+        packed(1, long, 1, [], "", 0, {}),
         packed(5, [], {"a": long}, 0, 0),
         packed(5, [], {"x" * 4000: "b"}, 0, 0),
     ]:

@@ -164,7 +164,7 @@ def run(settings: Settings, rank: int, generation: int) -> None:
         RecordLimits(VOCAB_SIZE),
         run_dir,
         arena,
-        SessionLimits(heartbeat_timeout_s=3.0, grant_resend_s=2.0, ticket_timeout_s=20.0, num_ranks=NUM_RANKS),
+        SessionLimits(heartbeat_timeout_s=3.0, grant_resend_s=2.0, ticket_timeout_s=20.0),
     )
     receiver.log, receiver.sabotage, receiver.digests = log, settings.sabotage, {}
     receiver.start()
