@@ -133,15 +133,16 @@ def look_at_engines(config: Config, gpus: Sequence[Mapping[str, Any]]) -> tuple[
         names, dealt = visible_gpus(), deal_gpus(config, visible_gpus()).actors
         places = {f"GPU {name}": gpu["gb"] for name, gpu in zip(names, gpus, strict=False)}
         numbers = {f"GPU {name}": sum(name in own for own in dealt) for name in names}
-    state = f"{_size(size)} for the weights of each of {config.num_actors} engines; keys and values come on top"
-    fewer = "lower actor.num_actors, or " * (config.num_actors > 1)
-    fewer += "set engine.dtype=bfloat16, or " * (config.engine.dtype == "float32")
+    state = f"{_size(size)} for the weights of an engine, {config.num_actors} of them; keys and values come on top"
     for place, there in places.items():
-        if (needed := numbers[place] * size) > there:
-            engines = "the actor's engine" if numbers[place] == 1 else f"the engines of {numbers[place]} actors"
+        number = numbers[place]
+        if number * size > there:
+            fix = "lower actor.num_actors, or " * (number > 1 and size <= there)
+            fix += "set engine.dtype=bfloat16, or " * (config.engine.dtype == "float32" and number * size / 2 <= there)
+            engines = "the actor's engine takes" if number == 1 else f"the engines of {number} actors take"
             return state, [
-                f"{place} has {there:.1f} GB, and {engines} with model.path={config.model.path} take {needed:.1f} GB "
-                f"for weights alone: {fewer}take a smaller model or more memory"
+                f"{place} has {_size(there)}, and with model.path={config.model.path} {engines} {_size(number * size)} "
+                f"for weights alone: {fix}take a smaller model or more memory"
             ]
     return state, []
 

@@ -281,13 +281,11 @@ def train(config: Config, overrides: list[str], is_dry: bool) -> int:
         check_training(config)
         if is_dry:
             from impala_llm.gateway.tasks import tried_suite
-            from impala_llm.learning.checkpoints.resume import how_to_start
+            from impala_llm.learning.checkpoints.resume import foresee
 
             tried_suite(config)  # a run leaves it to its actors: it may take seconds
-            found = how_to_start(config)
-            for note in found.notes:  # what the settings of a run that goes on were before, and what is discarded
-                print(f"impala-llm: {note}", file=sys.stderr)
-            would = f"the run in {config.run.dir} would go on" if found.goes_on else "a run would begin"
+            goes_on = foresee(config, lambda text: print(f"impala-llm: {text}", file=sys.stderr))
+            would = f"the run in {config.run.dir} would go on" if goes_on else "a run would begin"
             print(f"impala-llm: with these settings {would}; nothing was started", file=sys.stderr)
             return 0
 

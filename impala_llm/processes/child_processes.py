@@ -102,6 +102,8 @@ class Child:
     has_ever_worked: bool = False
     """Whether it made progress at any start before the last one that ended."""
     messages: list[dict[str, Any]] = field(default_factory=list)
+    said: str = ""
+    """The last line for the user that came since this start."""
     saving: bool = False
     """The process's last word on whether it saves, see `is_saving`."""
     unread: bytes = b""
@@ -116,7 +118,7 @@ class Child:
         if self.pipe is not None:
             os.close(self.pipe)
         self.pipe, told = os.pipe()
-        self.worked, self.unread, self.saving = False, b"", False
+        self.worked, self.unread, self.saving, self.said = False, b"", False, ""
         self.log_begin = self.log.stat().st_size if self.log is not None and self.log.exists() else 0
         token = uuid.uuid4().hex
         try:
@@ -204,6 +206,10 @@ class Child:
         except (ValueError, RecursionError, OverflowError):
             message = None
         if isinstance(message, dict):
+            text = str(message.get("say", ""))
+            if text and text == self.said:  # of several ranks each may say it
+                return
+            self.said = text or self.said
             self.messages.append(message)
             self.saving = message.get("saving", self.saving)
         else:
@@ -228,7 +234,9 @@ class Child:
         begin = "; the last line of its log" if (code := self.poll() or 0) < 0 else ""
         if code == -signal.SIGKILL:
             begin = f"; where nobody has sent that, the system did, for lack of memory{begin}"
-        return f"{begin}: {said[-1]} (more in {self.log})" if said else ""
+        if not said:
+            return ""
+        return f"{begin}: {said[-1]} (more in {self.log})" if said[-1] != self.said else f" (more in {self.log})"
 
     def death(self) -> tuple[str, str]:
         """How it has died, and the last line of its log.

@@ -177,10 +177,14 @@ def test_a_host_of_actors_that_cannot_hold_their_engines_is_wrong(
     one, four = (load([*settings, f"actor.num_actors={number}"]) for number in (1, 4))
     assert model_memory.look_at_engines(one, [])[1] == []
     [problem] = model_memory.look_at_engines(four, [])[1]
-    assert "the engines of 4 actors" in problem and "lower actor.num_actors, or set engine.dtype=bfloat16" in problem
+    assert (
+        "the engines of 4 actors take" in problem and "lower actor.num_actors, or set engine.dtype=bfloat16" in problem
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     [problem] = model_memory.look_at_engines(four, 2 * [{"gb": 6e-9 * parameters}])[1]
-    assert problem.startswith("GPU 0 has ") and "the engines of 2 actors" in problem
+    assert problem.startswith("GPU 0 has ") and "the engines of 2 actors take" in problem
+    [problem] = model_memory.look_at_engines(four, 4 * [{"gb": 3e-9 * parameters}])[1]
+    assert "the engines of 2 actors" in problem and "lower" not in problem, "one does not fit either"
     assert model_memory.look_at_engines(load([*settings, "engine=sglang"]), []) == (
         "not counted: no embedded engines",
         [],

@@ -105,6 +105,9 @@ def test_a_dry_run_says_whether_a_run_would_begin_or_go_on_and_what_has_changed(
     said = capsys.readouterr().err
     assert "impala-llm: going on with learner.learning_rate=0.1, before 0.001" in said
     assert f"impala-llm: with these settings the run in {folder} would go on; nothing was started" in said
+    with FolderOwner(folder, is_main=True):
+        assert main(["train", "--dry-run", *settings]) == 2
+    assert f"{folder} is in use" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("resume", ["auto", "true"])

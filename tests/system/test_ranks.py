@@ -80,7 +80,8 @@ def test_ranks_that_wait_for_a_batch_in_vain_say_so_in_the_terminal(tmp_path: Pa
         supervisor = run.train()
         run.wait_for(lambda: "learner died (exit code 1)" in run.printed(), "the learner to give up")
         said = run.printed()
-        assert "no batch for 2 s (learner.stall_timeout_s)" in said.partition("learner died")[0], said
+        before, _, after = said.partition("learner died")
+        assert "no batch for 2 s (learner.stall_timeout_s)" in before and "no batch" not in after.splitlines()[0], said
         supervisor.send_signal(signal.SIGINT)
         supervisor.wait(STOP_S)
         run.assert_gone()

@@ -65,7 +65,7 @@ class SGLangClient:
     """
 
     refusal = ""
-    """The last answer to `healthy` that was an error, in words; empty before one."""
+    """What answered the last `healthy` in another way than a server does, in words; empty where nothing did."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/")
@@ -74,14 +74,16 @@ class SGLangClient:
 
     async def healthy(self) -> bool:
         """Return whether the server answers. No token is requested: a paused or busy server is healthy too."""
+        self.refusal = ""
         try:
-            await self._call("GET", "/model_info", timeout_s=_PROBE_TIMEOUT_S)
+            if "model_path" in await self._call("GET", "/model_info", timeout_s=_PROBE_TIMEOUT_S):
+                return True
+            self.refusal = f"{self.url}/model_info names no model"
         except ServerLost:
-            return False
+            pass
         except ServerRefused as error:
             self.refusal = str(error)
-            return False
-        return True
+        return False
 
     async def info(self) -> ServerInfo:
         """Read the settings and the version in use."""

@@ -62,23 +62,24 @@ class Server(Protocol):
 @contextlib.asynccontextmanager
 async def _patience(client: SGLangClient, timeout_s: float) -> AsyncIterator[None]:
     """Limit the wait for a server, and say once that it is waited for. Raises ServerAbsent after the timeout."""
-    saying = asyncio.get_running_loop().call_later(SAID_AFTER_S, _say_waiting, client.url, timeout_s - SAID_AFTER_S)
+    saying = asyncio.get_running_loop().call_later(SAID_AFTER_S, _say_waiting, client, timeout_s - SAID_AFTER_S)
     try:
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError:
         did = f"did not answer for {timeout_s:g} s"
         if client.refusal:
-            did = f"answers, but as no SGLang server that is ready, for {timeout_s:g} s ({client.refusal})"
+            did = f"answers, but was no SGLang server that is ready within {timeout_s:g} s ({client.refusal})"
         raise ServerAbsent(f"engine.urls: {client.url} {did}: start the server, or correct the URL") from None
     finally:
         saying.cancel()
 
 
-def _say_waiting(url: str, left_s: float) -> None:
+def _say_waiting(client: SGLangClient, left_s: float) -> None:
     """Say in the log, and on the terminal of the supervisor where there is one, that a server is waited for."""
     text = (
-        f"engine.urls: {url} does not answer yet and is waited for, {left_s:g} s more at most "
+        f"engine.urls: {client.url} {'is not ready' if client.refusal else 'does not answer'} yet and is waited for, "
+        f"{left_s:g} s more at most "
         "(engine.start_timeout_s): start the server, or correct the URL"
     )
     _log.warning("%s", text)

@@ -127,10 +127,26 @@ def how_to_start(config: Config) -> Start:
 def can_go_on(config: Config) -> bool:
     """Return whether the same command would go on with a run that has been stopped."""
     try:
-        start = how_to_start(config)
-        return start.take_over or (start.goes_on and newest_whole(Path(config.run.dir), verifies=False)[0] is not None)
+        return _has_past(config, how_to_start(config))
     except (ConfigError, RunDirectoryError):
         return False
+
+
+def foresee(config: Config, say: Callable[[str], object]) -> bool:
+    """Say what `begin` would, and write nothing. Returns whether the run would go on with what was learned.
+
+    Raises as `begin` does.
+    """
+    wait_for_owner(Path(config.run.dir), say, RUN_FIX)
+    start = how_to_start(config)
+    for note in start.notes:
+        say(note)
+    return _has_past(config, start)
+
+
+def _has_past(config: Config, start: Start) -> bool:
+    """Whether there are weights to go on from: a run that was lost before its first checkpoint has none."""
+    return start.take_over or (start.goes_on and newest_whole(Path(config.run.dir), verifies=False)[0] is not None)
 
 
 def begin(config: Config, say: Callable[[str], object]) -> Start:

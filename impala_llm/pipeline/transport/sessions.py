@@ -111,6 +111,7 @@ class SessionRegistry:
         """Name of the key that an actor's name was first used with; None: an actor of this host, which needs none."""
         self._next_check = 0.0
         self._warnings = RateLimitedWarnings()
+        self._refusals = RateLimitedWarnings(on_terminal=True)
         self._lock = threading.Lock()
         # Shared with the learner's thread.
         self._actor_stats: dict[str, dict[str, float]] = {}
@@ -171,10 +172,10 @@ class SessionRegistry:
         if (owner := self._key_of.setdefault(hello.actor_id, key)) != key:
             first, now = (f"the key {name!r}" if name else "this host" for name in (owner, key))
             text = f"{hello.actor_id} belongs to {first} and came from {now}: give each actor an index of its own"
-            self._warnings.log("an actor was refused", text)
+            self._refusals.log("an actor was refused", text)
             raise IntroductionRefused(text)
         if self._limits.settings and (text := difference(self._limits.settings, hello.settings, hello.actor_id)):
-            self._warnings.log("an actor was refused", text)
+            self._refusals.log("an actor was refused", text)
             raise IntroductionRefused(text)
         session = self.by_address.get(address)
         if session is None:
@@ -206,7 +207,7 @@ class SessionRegistry:
         try:
             return Offers(ArenaReader(self._run_dir.arena_path(hello.arena), hello.incarnation), hello.first_sequence)
         except ArenaError as error:
-            self._warnings.log("an actor was refused", str(error))
+            self._refusals.log("an actor was refused", str(error))
             raise IntroductionRefused(f"the learner cannot use the arena: {error}") from error
 
     def report(self, session: ActorSession, stats: dict[str, float]) -> None:

@@ -547,15 +547,23 @@ def test_of_several_servers_those_that_do_not_answer_are_named():
 
 def test_what_answers_at_a_url_and_is_no_sglang_server_is_told_apart_from_silence():
     async def test():
+        async def greet(_request: web.Request) -> web.Response:
+            return web.Response(text="<html>", content_type="text/html")
+
+        page = web.Application()
+        page.router.add_get("/{path:.*}", greet)
+        async with TestServer(page) as pages:
+            [problem] = await absent_servers([str(pages.make_url("")).rstrip("/")], timeout_s=0.5)
+            assert "answers, but was no SGLang server" in problem and "model" in problem
         other = TestServer(web.Application())  # answers everything with 404
         await other.start_server()
         url = str(other.make_url("")).rstrip("/")
         [problem] = await absent_servers([url], timeout_s=0.5)
         assert (
-            problem.startswith(f"engine.urls: {url} answers, but as no SGLang server that is ready")
+            problem.startswith(f"engine.urls: {url} answers, but was no SGLang server that is ready")
             and "404" in problem
         )
-        with pytest.raises(EngineError, match="answers, but as no SGLang server"):
+        with pytest.raises(EngineError, match="answers, but was no SGLang server"):
             await RemoteServer(url, timeout_s=0.5).start()
         await other.close()
 
