@@ -8,6 +8,7 @@ and after its processes: its folder, keys and addresses; and how bytes of weight
 - tickets: permits to play an episode, and the bound on staleness
 - weights: versions of the policy in shared memory, and the relay to other hosts
 - network: sockets, keys, authentication
+- shared_settings: what an actor and its learner must have in common
 - shm: shared memory of one host: rings of records, the trajectory store, the journal, the folder of a run
 """
 

@@ -9,7 +9,7 @@ A message is a ZeroMQ frame: CRC-32 of the rest (4 bytes), run id (8 bytes, both
 that has not heard it yet: one on another host learns it from the learner's first answer.
 
     code  message           from     meaning
-    1     Hello             actor    introduces the actor: its arena, the tickets that it still holds
+    1     Hello             actor    introduces the actor: its settings, its arena, the tickets that it still holds
     2     TicketRequest     actor    number of tickets that the actor wants to have under way
     3     DescriptorBatch   actor    records in the arena, or in the frames that follow; a reminder has no frames
     4     TicketFailed      actor    the attempt at a ticket failed
