@@ -139,6 +139,8 @@ def test_help_takes_settings_beside_it(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out.startswith("impala-llm train")
 
 
+ANOTHER_QUICKSTART = ("experiment=quickstart", "run.name=of-the-tests")
+"""Not the run that a user of this checkout may have made."""
 OWN_PARTS = """
 from dataclasses import dataclass
 from impala_llm.algorithms.losses import Reinforce
@@ -432,7 +434,7 @@ def test_an_evaluation_says_that_the_unseen_catalogue_is_that_of_its_tasks(
     from impala_llm import evaluate
 
     monkeypatch.setattr(evaluate, "main", lambda config, as_json: 0)
-    words = ["evaluate", "experiment=quickstart"]
+    words = ["evaluate", *ANOTHER_QUICKSTART]
     assert cli.main([*words, "env.webshop.catalogue_seed=7"]) == 0
     [said] = capsys.readouterr().err.splitlines()
     assert "evaluation.unseen_seed=7 is left out" in said and "env.webshop.catalogue_seed=7" in said
@@ -448,7 +450,7 @@ def test_a_runs_config_means_the_policy_that_it_has_learned(
     played: list[str] = []
     monkeypatch.setattr(evaluate, "main", lambda config, as_json: played.append(config.model.path) or 0)
     shutil.copytree(ASSETS / "tiny_shopper", tmp_path / "policy")
-    assert cli.main(["train", "experiment=quickstart", "--dry-run"]) == 0
+    assert cli.main(["train", *ANOTHER_QUICKSTART, "--dry-run"]) == 0
     (tmp_path / "config.yaml").write_text(capsys.readouterr().out.partition("# threads")[0])
     (tmp_path / "other.yaml").write_text((tmp_path / "config.yaml").read_text())
     words = ["evaluate", "--config", f"{tmp_path}/config.yaml"]
@@ -514,7 +516,7 @@ def test_the_newest_policy_of_a_run_is_played_and_its_update_said(
 
     paths: list[str] = []
     monkeypatch.setattr(evaluate, "main", lambda config, as_json: paths.append(config.model.path) or 0)
-    assert cli.main(["train", "experiment=quickstart", "--dry-run"]) == 0
+    assert cli.main(["train", *ANOTHER_QUICKSTART, "--dry-run"]) == 0
     (tmp_path / "config.yaml").write_text(capsys.readouterr().out.partition("# threads")[0])
     (tmp_path / "logs").mkdir()
     for update in in_checkpoints:

@@ -37,7 +37,16 @@ def shared_settings(config: Config) -> dict[str, str]:
 
 
 def difference(learners: Mapping[str, str], actors: Mapping[str, str], actor: str) -> str:
-    """Return a sentence on the settings that differ, with what to do; "" where none does."""
+    """Compare what `shared_settings` has found on both sides.
+
+    Args:
+        learners: of the learner.
+        actors: of the actor.
+        actor: its name.
+
+    Returns:
+        A sentence on the settings that differ, with what to do; "" where none does.
+    """
     different = [key for key in {**learners, **actors} if learners.get(key) != actors.get(key)]
     if not different:
         return ""
