@@ -155,6 +155,7 @@ class Actor:
                     if self.episodes:
                         tell(at_play=[metrics["actor/running_episodes"], metrics["actor/generated_tokens_per_s"]])
         finally:
+            self.stopping = True  # also by a signal: a second one may leave episodes that outlive engine and channels
             evaluated = [] if self.evaluation is None else self.evaluation.running.values()
             tasks = [*self.running.values(), *evaluated, *filter(None, (self.loading, self.starting))]
             for task in tasks:
@@ -309,8 +310,9 @@ class Actor:
             self.channels.send(trajectory)
             self.faults.clear()
         except Exception as error:
-            # The ticket goes back with the reason, which the learner counts and logs.
-            self.channels.fail(ticket.ticket_id, await self.episode_failed(error))
+            # The ticket goes back with the reason, which the learner counts and logs; at the end all of them go back.
+            if not self.stopping:
+                self.channels.fail(ticket.ticket_id, await self.episode_failed(error))
         finally:
             if abort is not None:
                 abort.cancel()
@@ -328,8 +330,7 @@ class Actor:
     async def episode_failed(self, error: Exception) -> str:
         """Take note of an episode that has no trajectory. Returns the reason.
 
-        Environments and agents are other people's code: one broken episode must not end the others, but all of them
-        may.
+        Environments and agents are other people's code: one broken episode must not end the others; all of them may.
         """
         reason = failure_reason(error, self.config.actor.episode_timeout_s)
         await asyncio.sleep(self.faults.observe(error))
