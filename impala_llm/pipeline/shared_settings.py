@@ -9,15 +9,12 @@ from collections.abc import Iterator, Mapping
 
 from impala_llm.settings import Config, leaves, written
 
-_SECTIONS = {
-    "run": ("name",),
-    "learner": ("num_ranks",),
-    "env": (),
-    "agent": ("name", "num_tasks", "max_tokens", "tool_parser", "reasoning_parser"),
-    "engine": ("temperature", "top_p", "top_k", "max_new_tokens", "max_length"),
-    "actor": ("unroll_turns", "unroll_tokens"),
-}
-"""Of each section the settings that are shared; all of them where none is named."""
+_SHARED = (
+    *("run.name", "learner.num_ranks", "env.", "actor.unroll_turns", "actor.unroll_tokens"),
+    *("agent.name", "agent.num_tasks", "agent.max_tokens", "agent.tool_parser", "agent.reasoning_parser"),
+    *("engine.temperature", "engine.top_p", "engine.top_k", "engine.max_new_tokens", "engine.max_length"),
+)
+"""Settings, and beginnings of settings, that both sides must have in common."""
 _LONGEST = 200
 """Characters of a value; a longer one is represented by its checksum."""
 _SHOWN = 3
@@ -26,14 +23,12 @@ _SHOWN = 3
 
 def shared_settings(config: Config) -> dict[str, str]:
     """Return their values as texts, by key. What may be a path is left out, as it may be another on each host."""
-    found = {}
-    for section, names in _SECTIONS.items():
-        for key, value in _flat(f"{section}.", dict(leaves(getattr(config, section)))):
-            text = written(value)
-            if (not names or key.partition(".")[2] in names) and "/" not in text:
-                is_long = len(text) > _LONGEST
-                found[key] = f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}" if is_long else text
-    return found
+    texts = {key: written(value) for key, value in _flat("", dict(leaves(config))) if key.startswith(_SHARED)}
+    return {
+        key: text if len(text) <= _LONGEST else f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        for key, text in texts.items()
+        if "/" not in text
+    }
 
 
 def difference(learners: Mapping[str, str], actors: Mapping[str, str], actor: str) -> str:

@@ -65,7 +65,7 @@ class SGLangClient:
     """
 
     refusal = ""
-    """What answered the last `healthy` in another way than a server does, in words; empty where nothing did."""
+    """The answer to the last `healthy`, in words, where a ready server gives another; empty where nothing answered."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/")

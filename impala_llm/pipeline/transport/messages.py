@@ -109,9 +109,7 @@ class Hello:
     def __post_init__(self) -> None:
         _check_name("actor_id", self.actor_id)
         _check_int("first_sequence", self.first_sequence, 0)
-        _check_type("settings", self.settings, dict)
-        if len(self.settings) > MAX_ITEMS:
-            raise WireError(f"settings has {len(self.settings)} entries: at most {MAX_ITEMS} are allowed")
+        _check_map("settings", self.settings)
         for text in (*self.settings, *self.settings.values()):
             _check_text("a key or value in settings", text)
         if self.arena != "":
@@ -200,9 +198,7 @@ class Heartbeat:
         _check_ints("held", self.held)
         _check_int("want", self.want, 0, MAX_ITEMS)
         _check_int("first_sequence", self.first_sequence, 0)
-        _check_type("stats", self.stats, dict)
-        if len(self.stats) > MAX_ITEMS:
-            raise WireError(f"stats has {len(self.stats)} entries: at most {MAX_ITEMS} are allowed")
+        _check_map("stats", self.stats)
         for name, value in self.stats.items():
             _check_text("a name in stats", name)
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -570,6 +566,13 @@ def _items(name: str, value: object, count: int | None = None) -> list[Any]:
 def _check_type(name: str, value: object, kind: type) -> None:
     if type(value) is not kind:
         raise WireError(f"{name} is {_shown(value)}: {kind.__name__} is expected")
+
+
+def _check_map(name: str, value: object) -> None:
+    _check_type(name, value, dict)
+    assert isinstance(value, dict)
+    if len(value) > MAX_ITEMS:
+        raise WireError(f"{name} has {len(value)} entries: at most {MAX_ITEMS} are allowed")
 
 
 def _check_int(name: str, value: object, low: int, high: int = _INT64 - 1) -> None:
