@@ -83,6 +83,8 @@ class Actor:
     """Plays the episodes; None: they are played by reset and step."""
     load_at = 0.0
     """Monotonic time before which weights that were refused are not loaded again."""
+    stopping = False
+    """Whether the actor is ending: no episode begins, and one that fails is not reported."""
 
     def __init__(self, config: Config, index: int) -> None:
         self.config, self.index = config, index
@@ -130,7 +132,6 @@ class Actor:
         """Faults of evaluation tasks: they end no actor, since it may train all the same."""
         self.is_connected = False
         """Whether the learner has answered."""
-        self.stopping = False
         self.failure: BaseException | None = None
 
     async def run(self) -> None:
