@@ -83,8 +83,7 @@ class Actor:
     """Plays the episodes; None: they are played by reset and step."""
     load_at = 0.0
     """Monotonic time before which weights that were refused are not loaded again."""
-    stopping = False
-    """Whether the actor is ending: no episode begins, and one that fails is not reported."""
+    stopping = False  # then no episode begins, and one that fails is not reported
 
     def __init__(self, config: Config, index: int) -> None:
         self.config, self.index = config, index

@@ -32,7 +32,7 @@ class Needs:
     engine: float
     """Weights of an actor's embedded engine; 0 where a server has its own."""
     read: float
-    """The policy in the host's memory, of each process that starts."""
+    """The policy in the host's memory, of each process that reads it."""
     copied: float
     """Copy for a checkpoint, of all processes."""
 
@@ -97,7 +97,11 @@ def look(config: Config, gpus: Sequence[Mapping[str, Any]]) -> tuple[str, list[s
         state += f"; {_size(config.num_actors * needs.engine)} for the weights of the actors' engines"
         where += f" and actor.num_actors={config.num_actors}"
         held += config.num_actors * needs.engine
-    start = needs.num_processes * needs.read
+    # Ranks that keep a share read the policy one after another where the host does not hold it several times.
+    num_readers = 1 if learner.sharding == "fsdp2" else needs.num_processes
+    start = num_readers * needs.read
+    if learner.sharding == "fsdp2" and (learner.cpu_offload or not is_on_gpus):
+        start += needs.read  # shares
     state += f"; of the host {_size(start)} at the start, {_size(needs.copied)} for the copy of a checkpoint"
     there = min(psutil.virtual_memory().total, most_memory()) / 1e9
     if (needed := held + needs.copied) > there:
@@ -111,8 +115,9 @@ def look(config: Config, gpus: Sequence[Mapping[str, Any]]) -> tuple[str, list[s
             f"them as the copy for a checkpoint: {_fix(config, others, needed, there, remedies, 'more memory')}"
         )
     elif start > there:
-        several, fix = needs.num_processes > 1, "lower learner.num_ranks, or " if learner.num_ranks > 1 else ""
-        readers = f"{needs.num_processes} processes read the whole policy each" if several else "a process reads it all"
+        several = num_readers > 1
+        fix = "lower learner.num_ranks, or " if several and learner.num_ranks > 1 else ""
+        readers = f"{num_readers} processes read the whole policy each" if several else "a process reads it all"
         problems.append(
             f"{where} takes {start:.1f} GB of this host's {there:.1f} GB at its start, where {readers}: {fix}take a "
             "smaller model or more memory"

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from impala_llm.config import ConfigError
+from impala_llm.engines.base import ModelRefused
 from impala_llm.learning.cautions import cautions, other_value_head
 from impala_llm.learning.checkpoints.files import (
     FOLDER,
@@ -30,10 +32,11 @@ from impala_llm.learning.packing import LESS, memory_for, without_tensor_paralle
 from impala_llm.learning.policy.attention_choice import choose_attention
 from impala_llm.learning.policy.lora import add_adapters, load_adapters, without_prefix
 from impala_llm.learning.policy.model import PolicyModel
-from impala_llm.learning.policy.model_files import base_checksum, model_checksum
+from impala_llm.learning.policy.model_files import base_checksum, model_checksum, weight_files
 from impala_llm.learning.policy.policy_files import resolve_policy
 from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.pipeline.weights.board import WeightReader
+from impala_llm.processes.cgroups import most_memory
 from impala_llm.processes.supervised import say
 from impala_llm.settings import Config, LearnerConfig, model_directory, other_models
 
@@ -132,18 +135,20 @@ def make_model(config: Config, origin: Origin, ranks: Ranks) -> PolicyModel:
     """
     checkpoint, is_on_board = origin.checkpoint, origin.board is not None
     beside = checkpoint.manifest.path.name if checkpoint is not None and is_on_board else None
-    model = start_model(config, origin.board, origin.update, ranks.is_main, beside)
-    model.bases = base_checksums(config)
-    if checkpoint is not None and checkpoint.manifest.start is not None:
-        model.start = checkpoint.manifest.start  # the directory may hold other weights by now
-    elif ranks.is_main and (directory := model_directory(config.model.path)) is not None:
-        model.start = model_checksum(directory)
-    if checkpoint is not None and model.bases:
-        _compare_bases(model.bases, checkpoint)
+    refusal = ""
     with memory_for(f"model.path={config.model.path} on {ranks.device}", _less_of_policy(config.learner)):
-        if ranks.is_sharded:  # whole, before it is cut; in the host's memory, as a device may not hold it
-            model.check(config.engine.max_length)
-        ranks.place(model, config.learner.precision)
+        with ranks.in_turns(_at_once(config, ranks)):
+            model = start_model(config, origin.board, origin.update, ranks.is_main, beside)
+            if ranks.is_sharded and ranks.is_main:  # whole, in the host's memory, as a device may not hold it
+                try:
+                    model.check(config.engine.max_length)
+                except ModelRefused as error:
+                    refusal = str(error)
+            ranks.cut(model, config.learner.precision)
+        if ranks.is_sharded and (refusal := ranks.gather({"refusal": [refusal]}, of_processes=True)[0]["refusal"][0]):
+            raise ModelRefused(refusal)
+        _note_bases(model, config, checkpoint, ranks.is_main)
+        ranks.join(model)
         # A checkpoint of the board's version has the full precision, which a narrower type on the board may lack, even
         # if only earlier settings had that type.
         if checkpoint is not None and (not is_on_board or checkpoint.manifest.version == origin.version):
@@ -154,6 +159,28 @@ def make_model(config: Config, origin: Origin, ranks: Ranks) -> PolicyModel:
     if ranks.is_main:
         describe(config, ranks, model, origin)
     return model
+
+
+def _at_once(config: Config, ranks: Ranks) -> int:
+    """Number of processes that read the whole policy at a time, to keep a share of it: as many as the host's memory
+    holds, by half of what is free. All ranks call it."""
+    if config.learner.sharding != "fsdp2":
+        return ranks.num_processes
+    size = 2 * sum(path.stat().st_size for path in weight_files(resolve_policy(config)))  # bfloat16 becomes float32
+    free = min(psutil.virtual_memory().available, most_memory())
+    number = max(1, min(ranks.num_processes, int(free / 2 / max(1, size))))
+    return int(ranks.sum([float(number) if ranks.is_main else 0.0])[0])
+
+
+def _note_bases(model: PolicyModel, config: Config, checkpoint: CheckpointReader | None, is_main: bool) -> None:
+    """Note what the policy's training rests on. Raises ConfigError where a checkpoint's rests on something else."""
+    model.bases = base_checksums(config)
+    if checkpoint is not None and checkpoint.manifest.start is not None:
+        model.start = checkpoint.manifest.start  # the directory may hold other weights by now
+    elif is_main and (directory := model_directory(config.model.path)) is not None:
+        model.start = model_checksum(directory)
+    if checkpoint is not None and model.bases:
+        _compare_bases(model.bases, checkpoint)
 
 
 def _less_of_policy(learner: LearnerConfig) -> str:

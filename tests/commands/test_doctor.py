@@ -256,12 +256,14 @@ FSDP2, KL = ["learner.num_ranks=2", "learner.sharding=fsdp2"], ["algorithm.kl_co
         # An engine in bfloat16 on the GPU of the only rank.
         (["engine.dtype=bfloat16"], 18 * (LAYERS + WHOLE) + 1000, 12, None),
         (["engine.dtype=bfloat16"], 18 * (LAYERS + WHOLE) - 1000, 12, ["GPU 0 ", "1 engine "]),
-        # Each rank reads the whole policy; a checkpoint copies weights and moments.
-        (["learner.num_ranks=4", "learner.sharding=fsdp2"], 1e12, 16, None),
-        (["learner.num_ranks=4", "learner.sharding=fsdp2"], 1e12, 15, ["4 processes read the whole policy"]),
-        (["learner.num_ranks=2", "learner.sharding=fsdp2"], 1e12, 12, None),
-        (["learner.num_ranks=2", "learner.sharding=fsdp2"], 1e12, 11, ["copy for a checkpoint", "checkpoints_kept=0"]),
-        (["learner.num_ranks=2", "learner.sharding=fsdp2", "learner.checkpoints_kept=0"], 1e12, 8, None),
+        # Each rank reads the whole policy, one after another where it keeps a share; a checkpoint copies weights and
+        # moments.
+        (["learner.num_ranks=4"], 1e12, 16, None),
+        (["learner.num_ranks=4"], 1e12, 15, ["4 processes read the whole policy", "lower learner.num_ranks"]),
+        (["learner.num_ranks=4", "learner.sharding=fsdp2"], 1e12, 12, None),
+        (["learner.num_ranks=4", "learner.sharding=fsdp2"], 1e12, 11, ["copy for a checkpoint", "checkpoints_kept=0"]),
+        (["learner.num_ranks=4", "learner.sharding=fsdp2", "learner.checkpoints_kept=0"], 1e12, 4, None),
+        (["learner.num_ranks=4", "learner.sharding=fsdp2", "learner.checkpoints_kept=0"], 1e12, 3, ["at its start"]),
         (["learner.num_ranks=2", "learner.sharding=fsdp2", "learner.cpu_offload=true"], 1e6, 28, None),
         (["learner.num_ranks=2", "learner.sharding=fsdp2", "learner.cpu_offload=true"], 1e6, 27, ["checkpoint"]),
         # The policy that training began with as the reference: whole on every rank, whatever these share.
@@ -270,7 +272,7 @@ FSDP2, KL = ["learner.num_ranks=2", "learner.sharding=fsdp2"], ["algorithm.kl_co
         ([*FSDP2, *KL, "learner.cpu_offload=true"], 4 * (LAYERS + WHOLE) + 1000, 28, None),
         ([*FSDP2, *KL, "learner.cpu_offload=true"], 4 * (LAYERS + WHOLE) - 1000, 28, ["GPU 0 "]),
         # With LoRA it is the policy without its adapters.
-        ([*FSDP2, *KL, "model.lora.rank=4"], 2 * (LAYERS + WHOLE) + 1000, 8, None),
+        ([*FSDP2, *KL, "model.lora.rank=4"], 2 * (LAYERS + WHOLE) + 1000, 4, None),
     ],
 )
 def test_memory_counts_what_each_gpu_and_the_host_must_hold(

@@ -40,6 +40,29 @@ def test_two_ranks_give_the_gradient_of_one(tmp_path: Path) -> None:
         assert facts["gathered"] == [{"rank-0": [0.0, 1.0]}, {"rank-1": [1.0, 1.0]}]
 
 
+@pytest.mark.system
+def test_ranks_read_the_policy_in_turns_where_memory_does_not_hold_it_for_all(tmp_path: Path) -> None:
+    """The files are in float32, and count twice, as those in bfloat16 would."""
+    policy = save_lm(tmp_path / "policy")
+    size = 2 * (policy / "model.safetensors").stat().st_size
+    notes = {}
+    with forked_ranks("tests.system.making_rank") as start:
+        for at_once, free in ((1, 0), (2, 4 * size), (3, 6 * size)):
+            (output := tmp_path / str(at_once)).mkdir()
+            result = start(3, [str(policy), str(output), str(free)])
+            assert result.returncode == 0, result.stderr
+            assert len({(output / f"end-{rank}").read_text() for rank in range(3)}) == 1, "shares of one policy"
+            notes[at_once] = (output / "notes").read_text().splitlines()
+        (output := tmp_path / "refused").mkdir()
+        result = start(3, [str(policy), str(output), "0", "refused"])
+    assert notes[1] == [f"{what} {rank}" for rank in range(3) for what in ("reads", "has its share")]
+    assert sorted(notes[2][4:]) == ["has its share 2", "reads 2"], "the third waits for both"
+    assert len(notes[3]) == 6
+    assert result.returncode == 0, result.stderr
+    ends = {(output / f"end-{rank}").read_text() for rank in range(3)}
+    assert ends == {"refused: packed rows are computed wrongly"}, "each rank tells the reason"
+
+
 def test_a_process_alone_needs_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)

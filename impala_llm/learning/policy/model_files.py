@@ -21,17 +21,22 @@ def policy_files(directory: Path) -> dict[str, bytes]:
     }
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """Files of the weights in a Hugging Face directory, but for those of a value head."""
+    files = sorted((*directory.glob("*.safetensors"), *directory.glob("*.bin")))
+    return [path for path in files if path.name != VALUE_HEAD_FILE]
+
+
 def base_checksum(directory: Path) -> int:
     """Checksum of the weights in a Hugging Face directory, by pieces of each file: quick for any size."""
     found = 0
-    for path in sorted((*directory.glob("*.safetensors"), *directory.glob("*.bin"))):
-        if path.name != VALUE_HEAD_FILE:
-            size = path.stat().st_size
-            found = zlib.crc32(f"{path.name} {size}".encode(), found)
-            with path.open("rb") as file:
-                for number in range(_PIECES):
-                    file.seek(number * size // _PIECES)
-                    found = zlib.crc32(file.read(_PIECE), found)
+    for path in weight_files(directory):
+        size = path.stat().st_size
+        found = zlib.crc32(f"{path.name} {size}".encode(), found)
+        with path.open("rb") as file:
+            for number in range(_PIECES):
+                file.seek(number * size // _PIECES)
+                found = zlib.crc32(file.read(_PIECE), found)
     return found
 
 

@@ -16,8 +16,8 @@ the policy run equally many passes through it, forward and backward: see `num_mi
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -94,9 +94,12 @@ class Ranks:
                 timeout=timedelta(seconds=timeout_s),
             )
         self._mesh: DeviceMesh | None = None
+        self._sharing: DeviceMesh | None = None
         if tensor_parallel > 1:
             shape, names = (tensor_parallel, self.world_size), ("tensor", "data")
             self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        elif self.is_sharded:
+            self._sharing = init_device_mesh(self.device.type, (self.world_size,))
 
     def _store(self, environment: Mapping[str, str], timeout_s: float) -> dist.Store | None:
         """The store in which the processes find each other; None: that of the address in RENDEZVOUS."""
@@ -131,27 +134,51 @@ class Ranks:
         """Whether no process before this one holds the same shares of the policy."""
         return self.tensor_parallel == 1 or self.rank == 0
 
+    @contextmanager
+    def in_turns(self, at_once: int) -> Iterator[None]:
+        """Let so many processes at a time run the body, in the order of their numbers. In it none waits for another.
+
+        A process whose body fails lets the next ones go on, so that they fail by the same cause and not by a time-out.
+
+        Args:
+            at_once: at least 1; the same on all processes.
+        """
+        turn, last = self.process // at_once, (self.num_processes - 1) // at_once
+        for _ in range(turn):
+            self.barrier()
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        for _ in range(turn, last):
+            self.barrier()
+        if failure is not None:
+            raise failure
+
     def place(self, model: PolicyModel, precision: str = "float32") -> None:
         """Bring a policy, the same on all ranks, to the device: whole, with rank 0's values, or this rank's share.
+
+        Args:
+            precision: see `cut`.
+        """
+        self.cut(model, precision)
+        self.join(model)
+
+    def cut(self, model: PolicyModel, precision: str = "float32") -> None:
+        """Leave this rank's share of a whole policy, with FSDP2, and bring it to the device. No rank waits for another.
 
         Args:
             precision: learner.precision. With bfloat16 layers are gathered in it, their norms too, for
                 `PolicyModel.compute_in`. Shares and sums are float32 in any case, and so is what belongs to no layer.
         """
-        if not self.is_sharded:
-            model.to(self.device)
-            self.broadcast(model.parameters())
-            return
-        if self._mesh is not None:
-            self.broadcast(model.parameters())
-            self._partial = divide(model, self._mesh["tensor"])
+        if self._sharing is None:
             return
         whole = {*model.value_head.parameters(), *adapter_tensors(model.lm).values()}
         for p in model.parameters():
             if p in whole:
                 p.data = p.data.to(self.device)
-        self.broadcast(p for p in model.parameters() if p in whole)
-        options: dict[str, Any] = {"mesh": init_device_mesh(self.device.type, (self.world_size,))}
+        options: dict[str, Any] = {"mesh": self._sharing}
         if self._cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         of_layers = MixedPrecisionPolicy()
@@ -168,6 +195,17 @@ class Ranks:
                 # the experts of a layer are not, since transformers holds them as one tensor.
                 if hasattr(module, "set_reduce_scatter_unused_params"):
                     module.set_reduce_scatter_unused_params(True, recurse=False)
+
+    def join(self, model: PolicyModel) -> None:
+        """Give all ranks rank 0's values of what each has as a whole, on the device, and divide matrices among the
+        processes of a rank. All ranks call it, with policies that are `cut`."""
+        if self._mesh is not None:
+            self.broadcast(model.parameters())
+            self._partial = divide(model, self._mesh["tensor"])
+            return
+        if not self.is_sharded:
+            model.to(self.device)
+        self.broadcast(p for p in model.parameters() if not isinstance(p, DTensor))
 
     def num_missing(self, num_passes: int) -> int:
         """Number of passes through the policy by which the rank with the most has more than this one, where ranks share
