@@ -416,6 +416,8 @@ def _show(child: Child, view: TerminalView) -> None:
                 _print(text)
             case {"wait": missing}:
                 view.wait(missing)
+            case {"compute": [step, num_done, num_tokens]}:
+                view.compute(step, num_done, num_tokens)
             case {"update": [step, metrics, progress]}:
                 view.update(step, metrics, progress)
 

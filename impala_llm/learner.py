@@ -148,15 +148,15 @@ class Learner:
             self.publisher.transports.append(transport)
 
         self.batches = BatchSource(config, self.receiver, batch_size, config.run.seed + ranks.rank, curriculum)
-        is_shown = ranks.is_main and config.run.terminal
         self.writer = self.make_writer(stack, origin)
-        self.view = make_view(config.learner.total_updates, stack) if is_shown else None
+        self.view = make_view(config.learner.total_updates, ranks.is_main and config.run.terminal, stack)
         self.actors = ActorNews(self.receiver, config.pipeline.bind)
         staleness = None if config.algorithm.credit.teaches_at_any_age else config.algorithm.max_staleness
         self.meters = Meters(self.receiver, ranks, staleness)
         if self.update > 0:
             self.meters.go_on_from(last_metrics(self.run_folder / "tensorboard"), self.update)
         self.trainer = Trainer(config, ranks, self.model)
+        self.trainer.on_progress = lambda done, total: self.view.compute(self.update + 1, done, total)
         evaluation = self.make_evaluation(suite, origin, stack)
         self.saving = self.make_saving(evaluation, origin, past)
         self.evaluations = EvaluationRounds(
@@ -332,8 +332,7 @@ class Learner:
         self.meters.log.update(self.publisher.publish_early(self.version, self.receiver, self.is_signalled))
         if self.ranks.is_main:
             self.actors.tell()
-        if self.view is not None:
-            self.view.wait(what)
+        self.view.wait(what)
 
     def show(self, summary: dict[str, float]) -> None:
         """Pass a step's metrics to the writers and the terminal."""
@@ -341,8 +340,7 @@ class Learner:
             self.writer.write(self.update, summary)
         if self.ranks.is_main:
             self.actors.tell()
-        if self.view is not None:
-            self.view.update(self.update, summary, self.progress)
+        self.view.update(self.update, summary, self.progress)
 
     def save(self, target: Path) -> None:
         """Save the policy amid the run, see `Saving.save_policy`. All ranks call it.

@@ -101,6 +101,8 @@ class Trainer:
         """Updates of the run; after a restart without a checkpoint those of this process, and warm-ups begin again."""
         self.before_change: Callable[[], object] = lambda: None
         """Called before each change of the weights."""
+        self.on_progress: Callable[[int, int], object] = lambda num_done, num_tokens: None
+        """Called after each micro-batch of a step: tokens that this rank has computed, and all that it will."""
         self.is_stepping = False
         """Whether the weights are being changed, or were when an exception ended that."""
 
@@ -274,8 +276,10 @@ class Trainer:
         bad = set(part) & update.not_finite
         taught = set(update.teaching)
         members = [i for i in part if i in taught]
+        num_done, num_tokens = 0, sum(update.batch.trajectories[i].num_tokens for i in members)
 
         def learned(cpu_micro: PackedBatch) -> tuple[list[int], Rows, MicroBatchResult]:
+            nonlocal num_done
             indices = [members[i] for i in cpu_micro.members]
             with self.timer.stage("forward"):
                 micro, rows = self.rows(update, cpu_micro, indices)
@@ -284,17 +288,22 @@ class Trainer:
                 outcome.loss.backward()
             finite = zip(indices, outcome.is_finite.tolist(), strict=True)
             bad.update(index for index, is_finite in finite if not is_finite)
+            num_done += len(micro.tokens)
+            self.on_progress(num_done, num_tokens)
             return indices, rows, replace(outcome, loss=outcome.loss.detach())
 
         def joined(micro: PackedBatch) -> None:
             with self.timer.stage("backward"):
                 self.take_part(micro)
 
+        def undo() -> None:
+            nonlocal num_done
+            num_done = 0
+            self.model.zero_grad()
+
         # Counted when all are done: where memory runs out they are computed once more.
         trajectories = [update.batch.trajectories[i] for i in members]
-        found = self.budget.in_micro_batches(
-            trajectories, learned, self.model.zero_grad, joined, partial(self.timer.stage, "pack")
-        )
+        found = self.budget.in_micro_batches(trajectories, learned, undo, joined, partial(self.timer.stage, "pack"))
         with self.timer.stage("log"):
             self.log.add_all(update.leave_out(part))
             for indices, rows, outcome in found:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -60,15 +60,20 @@ SECONDS = "progress/seconds"
 """The metric that the clock follows: seconds of training, restarts included, as learner.max_minutes counts them."""
 
 
-class View(Protocol):
-    """Interface by which a learner shows its progress."""
+class View:
+    """Interface by which a learner shows its progress; this one shows nothing."""
 
-    def wait(self, what: str) -> None: ...
+    def wait(self, what: str) -> None:
+        """Shows what the next step waits for."""
 
-    def update(self, step: int, metrics: Mapping[str, float], progress: float | None = None) -> None: ...
+    def compute(self, step: int, num_done: int, num_tokens: int) -> None:
+        """Shows how many tokens of a step have been computed."""
+
+    def update(self, step: int, metrics: Mapping[str, float], progress: float | None = None) -> None:
+        """Shows a step that is complete."""
 
 
-class TerminalView:
+class TerminalView(View):
     """Progress of a run of `num_steps` learner steps, on `stream`; standard output, unless told.
 
     On a terminal five lines are redrawn in place, with a clock that runs between steps; what is printed meanwhile
@@ -132,6 +137,15 @@ class TerminalView:
         if not self._seen or self._clock() - self._last_update >= PATIENCE_S:
             self.status(f"{'waiting for the next batch' if self._seen else 'no batch yet'}: {what}")
 
+    def compute(self, step: int, num_done: int, num_tokens: int) -> None:
+        """Shows how far `step` is, once the one before is `PATIENCE_S` old.
+
+        Args:
+            num_done: tokens that have been computed, of num_tokens.
+        """
+        if self._clock() - self._last_update >= PATIENCE_S:
+            self.status(f"update {step}: {num_done:,} of {num_tokens:,} tokens computed")
+
     def update(self, step: int, metrics: Mapping[str, float], progress: float | None = None) -> None:
         """Shows `step` (counted from 1). A metric that a step lacks keeps the value it had last.
 
@@ -177,18 +191,23 @@ class TerminalView:
         return Group(*parts)
 
 
-class SupervisorView:
+class SupervisorView(View):
     """Sends what a learner shows to its supervisor, which calls the method of this name of its `TerminalView`."""
 
     def wait(self, what: str) -> None:
         tell(wait=what)
 
+    def compute(self, step: int, num_done: int, num_tokens: int) -> None:
+        tell(compute=[step, num_done, num_tokens])
+
     def update(self, step: int, metrics: Mapping[str, float], progress: float | None = None) -> None:
         tell(update=[step, {name: metrics[name] for name in (*SHOWN, SECONDS) if name in metrics}, progress])
 
 
-def make_view(num_steps: int, stack: ExitStack) -> View:
+def make_view(num_steps: int, is_shown: bool, stack: ExitStack) -> View:
     """Make the view of a learner: its supervisor's, if it has one, else one of its own, which `stack` closes."""
+    if not is_shown:
+        return View()
     return SupervisorView() if SUPERVISED in os.environ else stack.enter_context(TerminalView(num_steps))
 
 

@@ -1,10 +1,12 @@
 """The token budget: what a trial chooses, and what happens to an update that memory does not suffice for."""
 
+import itertools
 import re
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -52,12 +54,16 @@ class SmallMemory(PolicyModel):
         return super().hidden(tokens, position_ids, lengths)
 
 
-def trained(directory: Path, config: Config, **limits: object) -> tuple[Trainer, dict[str, float]]:
+def trained(
+    directory: Path, config: Config, on_progress: Callable[[int, int], object] | None = None, **limits: object
+) -> tuple[Trainer, dict[str, float]]:
     """A trainer after an update, and its metrics."""
     model = SmallMemory.from_pretrained(directory)
     for name, value in limits.items():
         setattr(model, name, value)
     trainer = Trainer(config, Ranks("cpu"), model)
+    if on_progress is not None:
+        trainer.on_progress = on_progress
     trainer.update(Batch(tuple(make_batch()), (1.0,) * 6, tuple(range(6)), 1.0), version=3, progress=0.0)
     return trainer, trainer.log.flush()
 
@@ -85,6 +91,15 @@ def test_an_update_that_ran_out_of_memory_is_that_of_the_smaller_budget(
         assert seen[name] == (pytest.approx(value, abs=1e-5) if name.startswith("mismatch/") else value), name
     for mine, other in zip(trainer.model.parameters(), expected.model.parameters(), strict=True):
         assert torch.equal(mine, other)
+
+
+def test_an_update_tells_its_progress_in_tokens_and_begins_again_where_memory_ran_out(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    # 119 tokens in micro-batches of 69 and 50; the second has no memory for its passes, and the look before needs two.
+    trained(save_lm(tmp_path), settings(70), lambda *numbers: told.append(numbers), most=45, after=3)
+    assert told[0] == (69, 119) and told[1][0] <= 40, "smaller micro-batches count from 0"
+    assert told[-1] == (119, 119)
+    assert all(first[0] < second[0] for first, second in itertools.pairwise(told[1:]))
 
 
 def of_two_steps(token_budget: int, directory: Path) -> Config:

@@ -191,6 +191,19 @@ def test_what_is_waited_for_stands_under_the_lines_when_it_takes_long_and_until_
     assert len(stream.rows()) == 5 and "update" in stream.rows()[0]
 
 
+def test_a_long_update_says_how_far_it_is() -> None:
+    clock, stream = FakeClock(), FakeTerminal()
+    with TerminalView(10, stream, clock) as view:
+        view.update(1, EVERYTHING)
+        for gone in (PATIENCE_S / 2, PATIENCE_S):
+            clock.now = gone
+            view.compute(2, 8192, 60_000)
+            row = stream.rows()[-1]
+            assert row.endswith("update 2: 8,192 of 60,000 tokens computed") == (gone >= PATIENCE_S)
+        view.update(2, EVERYTHING)
+        assert len(stream.rows()) == 5
+
+
 def test_a_view_that_never_got_a_step_leaves_nothing_behind() -> None:
     stream = FakeTerminal()
     with TerminalView(10, stream, FakeClock()) as view:
