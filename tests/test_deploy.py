@@ -155,7 +155,7 @@ def test_a_slurm_learner_whose_ranks_are_several_processes_has_them_all(
 ) -> None:
     """The name of the run's folder is that of the settings file."""
     settings = mounts["settings"]
-    settings.write_text(settings.read_text().replace("  num_ranks: 4\n", "  num_ranks: 4\n  tensor_parallel: 2\n"))
+    settings.write_text(settings.read_text().replace("sharding: fsdp2", "tensor_parallel: 2"))
     code, learner = learner_job(tmp_path, f"experiment={settings}", LEARNER_ADDRESS="node-7", **ranks)
     assert code == 0
     config = load(learner[learner.index("impala_llm.learner") + 1 :])
