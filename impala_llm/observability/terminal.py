@@ -236,7 +236,7 @@ def render(metrics: Mapping[str, float], progress: str) -> list[str]:
         f"  entropy {show('loss/entropy', '.2f')}  grad {show('optimizer/gradient_norm', '.2f')}"
         f"  lr {show('optimizer/learning_rate', '.1e')}",
         f"lag       {show('staleness/mean', '.1f')} (oldest {show('staleness/oldest', '.0f')})"
-        f"  ratio max {show('ratio/max', '.3g')}, weight cut for {show('loss/clip_share', '.0%')}"
+        f"  ratio max {show('ratio/max', '.3g')}, clipped {show('loss/clip_share', '.0%')}"
         f"  ESS {show('ratio/ess', '.2f')}",
         f"speed     generated {show('actor/generated_tokens_per_s', ',.0f')} tok/s"
         f" (idle {show('actor/idle_share', '.0%')})  trained {show('learner/trained_tokens_per_s', ',.0f')} tok/s"

@@ -18,7 +18,7 @@ EVERYTHING = {
 }
 
 
-CUT = "ratio max 1.05, weight cut for 18%"
+CUT = "ratio max 1.05, clipped 18%"
 
 
 class FakeClock:
