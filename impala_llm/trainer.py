@@ -102,7 +102,8 @@ class Trainer:
         self.before_change: Callable[[], object] = lambda: None
         """Called before each change of the weights."""
         self.on_progress: Callable[[int, int], object] = lambda num_done, num_tokens: None
-        """Called after each micro-batch of a step: tokens that this rank has computed, and all that it will."""
+        """Called after each micro-batch: tokens of the update that this rank has computed, and all that it will."""
+        self.num_computed = self.num_to_compute = 0
         self.is_stepping = False
         """Whether the weights are being changed, or were when an exception ended that."""
 
@@ -128,6 +129,8 @@ class Trainer:
             learner, seed = self.config.learner, (self.config.run.seed, self.ranks.rank, self.num_updates)
             steps = optimizer_steps(len(batch.trajectories), learner.epochs, learner.minibatches, seed)
             self.log.add_all(self.survey.look(update, len(steps)))
+        lengths = {i: batch.trajectories[i].num_tokens for i in update.teaching}
+        self.num_computed, self.num_to_compute = 0, sum(lengths.get(i, 0) for part in steps for i in part)
         for number, part in enumerate(steps):
             rules = self.rules(update, update.counts if len(steps) == 1 else self.part_counts(update, part))
             if isinstance(self.loss, BatchLoss):
@@ -276,10 +279,9 @@ class Trainer:
         bad = set(part) & update.not_finite
         taught = set(update.teaching)
         members = [i for i in part if i in taught]
-        num_done, num_tokens = 0, sum(update.batch.trajectories[i].num_tokens for i in members)
+        before = self.num_computed
 
         def learned(cpu_micro: PackedBatch) -> tuple[list[int], Rows, MicroBatchResult]:
-            nonlocal num_done
             indices = [members[i] for i in cpu_micro.members]
             with self.timer.stage("forward"):
                 micro, rows = self.rows(update, cpu_micro, indices)
@@ -288,8 +290,8 @@ class Trainer:
                 outcome.loss.backward()
             finite = zip(indices, outcome.is_finite.tolist(), strict=True)
             bad.update(index for index, is_finite in finite if not is_finite)
-            num_done += len(micro.tokens)
-            self.on_progress(num_done, num_tokens)
+            self.num_computed += len(micro.tokens)
+            self.on_progress(self.num_computed, self.num_to_compute)
             return indices, rows, replace(outcome, loss=outcome.loss.detach())
 
         def joined(micro: PackedBatch) -> None:
@@ -297,8 +299,7 @@ class Trainer:
                 self.take_part(micro)
 
         def undo() -> None:
-            nonlocal num_done
-            num_done = 0
+            self.num_computed = before
             self.model.zero_grad()
 
         # Counted when all are done: where memory runs out they are computed once more.

@@ -10,7 +10,7 @@ from impala_llm.commands.model_files import float32_bytes, layer_parameters
 from impala_llm.config import ConfigError
 from impala_llm.gpus import deal_gpus, visible_gpus
 from impala_llm.processes.cgroups import most_memory
-from impala_llm.settings import Config, other_models
+from impala_llm.settings import Config, LearnerConfig, other_models
 
 STATE_BYTES, FROZEN_BYTES = 16, 4
 """Bytes a parameter in a learner rank: float32 weight, gradient, and AdamW's two moments; the weight alone."""
@@ -97,11 +97,7 @@ def look(config: Config, gpus: Sequence[Mapping[str, Any]]) -> tuple[str, list[s
         state += f"; {_size(config.num_actors * needs.engine)} for the weights of the actors' engines"
         where += f" and actor.num_actors={config.num_actors}"
         held += config.num_actors * needs.engine
-    # Ranks that keep a share read the policy one after another where the host does not hold it several times.
-    num_readers = 1 if learner.sharding == "fsdp2" else needs.num_processes
-    start = num_readers * needs.read
-    if learner.sharding == "fsdp2" and (learner.cpu_offload or not is_on_gpus):
-        start += needs.read  # shares
+    what, num_readers, start = _largest_reading(needs, learner, is_on_gpus)
     state += f"; of the host {_size(start)} at the start, {_size(needs.copied)} for the copy of a checkpoint"
     there = min(psutil.virtual_memory().total, most_memory()) / 1e9
     if (needed := held + needs.copied) > there:
@@ -117,12 +113,25 @@ def look(config: Config, gpus: Sequence[Mapping[str, Any]]) -> tuple[str, list[s
     elif start > there:
         several = num_readers > 1
         fix = "lower learner.num_ranks, or " if several and learner.num_ranks > 1 else ""
-        readers = f"{num_readers} processes read the whole policy each" if several else "a process reads it all"
+        readers = f"{num_readers} processes read {what} each" if several else f"a process reads {what}"
         problems.append(
             f"{where} takes {start:.1f} GB of this host's {there:.1f} GB at its start, where {readers}: {fix}take a "
             "smaller model or more memory"
         )
     return state, problems
+
+
+def _largest_reading(needs: Needs, learner: LearnerConfig, is_on_gpus: bool) -> tuple[str, int, float]:
+    """Return the models of which the host holds most at the start: which, read by how many processes, and the GB."""
+    # Ranks that keep a share read the policy one after another where the host does not hold it several times.
+    is_shared = learner.sharding == "fsdp2"
+    num_readers = 1 if is_shared else needs.num_processes
+    shares = needs.read if is_shared and (learner.cpu_offload or not is_on_gpus) else 0.0
+    found = [("the whole policy", num_readers, num_readers * needs.read + shares)]
+    if is_on_gpus:
+        number = needs.num_processes
+        found += [(key, number, number * size) for key, size in needs.others.items()]
+    return max(found, key=lambda reading: reading[2])
 
 
 def look_at_engines(config: Config, gpus: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:

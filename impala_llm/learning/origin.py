@@ -5,6 +5,7 @@ They lie on a board in shared memory, in a checkpoint, or in the directory of th
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -34,9 +35,10 @@ from impala_llm.learning.policy.lora import add_adapters, load_adapters, without
 from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.policy.model_files import base_checksum, model_checksum, weight_files
 from impala_llm.learning.policy.policy_files import resolve_policy
+from impala_llm.learning.policy.products import give_back_memory
 from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.pipeline.weights.board import WeightReader
-from impala_llm.processes.cgroups import most_memory
+from impala_llm.processes.cgroups import memory_left
 from impala_llm.processes.supervised import say
 from impala_llm.settings import Config, LearnerConfig, model_directory, other_models
 
@@ -135,19 +137,26 @@ def make_model(config: Config, origin: Origin, ranks: Ranks) -> PolicyModel:
     """
     checkpoint, is_on_board = origin.checkpoint, origin.board is not None
     beside = checkpoint.manifest.path.name if checkpoint is not None and is_on_board else None
-    refusal = ""
-    with memory_for(f"model.path={config.model.path} on {ranks.device}", _less_of_policy(config.learner)):
-        with ranks.in_turns(_at_once(config, ranks)):
-            model = start_model(config, origin.board, origin.update, ranks.is_main, beside)
-            if ranks.is_sharded and ranks.is_main:  # whole, in the host's memory, as a device may not hold it
-                try:
-                    model.check(config.engine.max_length)
-                except ModelRefused as error:
-                    refusal = str(error)
+    on_device = partial(
+        memory_for, f"model.path={config.model.path} on {ranks.device}", _less_of_policy(config.learner)
+    )
+    refused: ModelRefused | None = None
+    with ranks.in_turns(_at_once(config, ranks)):
+        model = start_model(config, origin.board, origin.update, ranks.is_main, beside)
+        if ranks.is_sharded and ranks.is_main:  # whole, in the host's memory, as a device may not hold it
+            try:
+                model.check(config.engine.max_length)
+            except ModelRefused as error:
+                refused = error
+        with on_device():
             ranks.cut(model, config.learner.precision)
-        if ranks.is_sharded and (refusal := ranks.gather({"refusal": [refusal]}, of_processes=True)[0]["refusal"][0]):
-            raise ModelRefused(refusal)
-        _note_bases(model, config, checkpoint, ranks.is_main)
+        give_back_memory()  # glibc keeps the pages of small matrices, which the next one needs
+    if ranks.is_sharded:
+        reasons = ranks.gather({"refused": [str(refused or "")]}, of_processes=True)
+        if reason := reasons[0]["refused"][0]:
+            raise ModelRefused(reason) from refused
+    _note_bases(model, config, checkpoint, ranks.is_main)
+    with on_device():
         ranks.join(model)
         # A checkpoint of the board's version has the full precision, which a narrower type on the board may lack, even
         # if only earlier settings had that type.
@@ -167,7 +176,7 @@ def _at_once(config: Config, ranks: Ranks) -> int:
     if config.learner.sharding != "fsdp2":
         return ranks.num_processes
     size = 2 * sum(path.stat().st_size for path in weight_files(resolve_policy(config)))  # bfloat16 becomes float32
-    free = min(psutil.virtual_memory().available, most_memory())
+    free = min(psutil.virtual_memory().available, memory_left())
     number = max(1, min(ranks.num_processes, int(free / 2 / max(1, size))))
     return int(ranks.sum([float(number) if ranks.is_main else 0.0])[0])
 

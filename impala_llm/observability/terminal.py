@@ -24,6 +24,8 @@ from rich.text import Text
 from impala_llm.processes.supervised import SUPERVISED, tell
 
 PLAIN_INTERVAL_S = 10.0
+PLAIN_PROGRESS_S = 60.0
+"""Seconds without a line after which a log says how far an update is."""
 PATIENCE_S = 2.0
 """Seconds that a step waits for its batch before the view says so."""
 REFRESHES_PER_S = 4
@@ -96,6 +98,8 @@ class TerminalView(View):
         self._first: tuple[float, float] | None = None
         self._ends_at: float | None = None
         self._last_line: float | None = None
+        self._last_step: float | None = None
+        """Time of the last line, and of the last one of a step, where no terminal is attached."""
         self._seen: dict[str, float] = {}
         self._status = ""
         self._spinner = Spinner("dots")
@@ -143,7 +147,9 @@ class TerminalView(View):
         Args:
             num_done: tokens that have been computed, of num_tokens.
         """
-        if self._clock() - self._last_update >= PATIENCE_S:
+        last_line = self._last_update if self._last_line is None else max(self._last_update, self._last_line)
+        since, patience = (self._last_update, PATIENCE_S) if self._live is not None else (last_line, PLAIN_PROGRESS_S)
+        if self._clock() - since >= patience:
             self.status(f"update {step}: {num_done:,} of {num_tokens:,} tokens computed")
 
     def update(self, step: int, metrics: Mapping[str, float], progress: float | None = None) -> None:
@@ -165,10 +171,10 @@ class TerminalView(View):
         self._ends_at = now + since / done * (1.0 - share) if done > 0 and share < 1.0 else None
         if self._live is not None:
             self._live.refresh()
-        elif self._last_line is None or share >= 1.0 or now - self._last_line >= PLAIN_INTERVAL_S:
+        elif self._last_step is None or share >= 1.0 or now - self._last_step >= PLAIN_INTERVAL_S:
             lines = render(self._seen, self._progress(now))
             self._print(" | ".join(re.sub(" {3,}", " ", line) for line in lines[:3]))
-            self._last_line = now
+            self._last_line = self._last_step = now
 
     def _print(self, line: str) -> None:
         with suppress(OSError):  # on a full disk the line is lost, and the run continues
@@ -194,11 +200,16 @@ class TerminalView(View):
 class SupervisorView(View):
     """Sends what a learner shows to its supervisor, which calls the method of this name of its `TerminalView`."""
 
+    def __init__(self) -> None:
+        self._computed_told = 0.0
+
     def wait(self, what: str) -> None:
         tell(wait=what)
 
     def compute(self, step: int, num_done: int, num_tokens: int) -> None:
-        tell(compute=[step, num_done, num_tokens])
+        if time.monotonic() - self._computed_told >= 1 / REFRESHES_PER_S:  # the pipe has room for what matters more
+            self._computed_told = time.monotonic()
+            tell(compute=[step, num_done, num_tokens])
 
     def update(self, step: int, metrics: Mapping[str, float], progress: float | None = None) -> None:
         tell(update=[step, {name: metrics[name] for name in (*SHOWN, SECONDS) if name in metrics}, progress])

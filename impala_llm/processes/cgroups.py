@@ -49,6 +49,20 @@ def most_memory() -> float:
     return min(limits)
 
 
+def memory_left() -> float:
+    """Return the bytes of memory that the groups still allow; infinite without a limit. Files that are mapped or were
+    read, and of which nothing is in use, do not count."""
+    left = [math.inf]
+    for folder in _folders("memory"):
+        limit = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
+        used = _text(folder / "memory.current") or _text(folder / "memory.usage_in_bytes")
+        if limit and used and not limit.startswith("max"):
+            numbers = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+            unused = int(numbers.get("total_inactive_file") or numbers.get("inactive_file") or 0)
+            left.append(max(0, int(limit) - int(used) + unused))
+    return min(left)
+
+
 def _folders(controller: str) -> Iterator[Path]:
     """Folders, there or not, of this process's groups that a controller may limit, and of their parents."""
     for line in _text(ROOT / "proc/self/cgroup").splitlines():

@@ -271,6 +271,9 @@ FSDP2, KL = ["learner.num_ranks=2", "learner.sharding=fsdp2"], ["algorithm.kl_co
         ([*FSDP2, *KL], (8 + 4) * (LAYERS + WHOLE) - 1000, 12, ["GPU 0 ", "GB for algorithm.reference, whole in each"]),
         ([*FSDP2, *KL, "learner.cpu_offload=true"], 4 * (LAYERS + WHOLE) + 1000, 28, None),
         ([*FSDP2, *KL, "learner.cpu_offload=true"], 4 * (LAYERS + WHOLE) - 1000, 28, ["GPU 0 "]),
+        # All ranks read it at a time.
+        ([*FSDP2, *KL, "learner.checkpoints_kept=0"], 1e12, 8, None),
+        ([*FSDP2, *KL, "learner.checkpoints_kept=0"], 1e12, 7, ["2 processes read algorithm.reference each"]),
         # With LoRA it is the policy without its adapters.
         ([*FSDP2, *KL, "model.lora.rank=4"], 2 * (LAYERS + WHOLE) + 1000, 4, None),
     ],

@@ -102,6 +102,13 @@ def test_an_update_tells_its_progress_in_tokens_and_begins_again_where_memory_ra
     assert all(first[0] < second[0] for first, second in itertools.pairwise(told[1:]))
 
 
+def test_the_progress_of_an_update_is_that_of_all_its_steps(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    trained(save_lm(tmp_path), settings(70, epochs=2), lambda *numbers: told.append(numbers))
+    assert {total for _, total in told} == {2 * 119} and told[-1] == (2 * 119, 2 * 119)
+    assert sorted(told) == told
+
+
 def of_two_steps(token_budget: int, directory: Path) -> Config:
     """Two steps with all that is computed before them, by the policy in a directory and itself as reference."""
     config = settings(token_budget, epochs=2)

@@ -204,6 +204,26 @@ def test_a_long_update_says_how_far_it_is() -> None:
         assert len(stream.rows()) == 5
 
 
+def test_without_a_terminal_progress_takes_no_line_of_a_step() -> None:
+    """32 micro-batches an update: those of 3 s have a line each 12 s; of one of 100 s a log says once how far it is."""
+    clock, stream = FakeClock(), io.StringIO()
+    with TerminalView(100, stream, clock) as view:
+        for step, seconds in enumerate([3.0] * 9 + [100.0], 1):
+            for number in range(1, 33):
+                clock.now += seconds / 32
+                view.compute(step, number, 32)
+            view.update(step, EVERYTHING)
+    lines = stream.getvalue().splitlines()
+    assert [" ".join(line.split()[:2]) for line in lines] == [
+        "update 1",
+        "update 5",
+        "update 9",
+        "1:30 update",
+        "update 10",
+    ]
+    assert lines[3].endswith("update 10: 20 of 32 tokens computed")
+
+
 def test_a_view_that_never_got_a_step_leaves_nothing_behind() -> None:
     stream = FakeTerminal()
     with TerminalView(10, stream, FakeClock()) as view:

@@ -1,5 +1,6 @@
 """Limits of a container, as the kernel shows them in files of cgroups: laid out in a temporary folder."""
 
+import math
 import os
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def lay_out(root: Path, files: dict[str, str]) -> None:
         path.write_text(f"{text}\n")
 
 
-OWN, V1 = "proc/self/cgroup", "sys/fs/cgroup/cpu,cpuacct"
+OWN, V1, V1_MEMORY = "proc/self/cgroup", "sys/fs/cgroup/cpu,cpuacct", "sys/fs/cgroup/memory/memory"
 
 
 @pytest.mark.parametrize(
@@ -92,3 +93,21 @@ def test_a_model_that_the_container_cannot_hold_is_wrong(tmp_path: Path) -> None
     lay_out(tmp_path, {OWN: "0::/", "sys/fs/cgroup/memory.max": "1000"})
     [problem] = doctor.learner_memory(config, {"gpus": []}).problems
     assert "of this host's 0.0 GB" in problem
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({}, math.inf),
+        ({OWN: "0::/", "sys/fs/cgroup/memory.max": "max", "sys/fs/cgroup/memory.current": "5"}, math.inf),
+        # Of 100 bytes 80 are used, 30 of them by files that nothing has open.
+        ({OWN: "0::/", "sys/fs/cgroup/memory.max": "100", "sys/fs/cgroup/memory.current": "80",
+          "sys/fs/cgroup/memory.stat": "anon 50\ninactive_file 30"}, 50),
+        ({OWN: "2:memory:/", f"{V1_MEMORY}.limit_in_bytes": "100", f"{V1_MEMORY}.usage_in_bytes": "80",
+          "sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 30"}, 50),
+        ({OWN: "0::/", "sys/fs/cgroup/memory.max": "100", "sys/fs/cgroup/memory.current": "101"}, 0),
+    ],
+)  # fmt: skip
+def test_the_memory_that_a_container_has_left(tmp_path: Path, files: dict[str, str], left: float) -> None:
+    lay_out(tmp_path, files)
+    assert cgroups.memory_left() == left

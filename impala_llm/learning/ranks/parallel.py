@@ -138,7 +138,8 @@ class Ranks:
     def in_turns(self, at_once: int) -> Iterator[None]:
         """Let so many processes at a time run the body, in the order of their numbers. In it none waits for another.
 
-        A process whose body fails lets the next ones go on, so that they fail by the same cause and not by a time-out.
+        A process whose body fails lets the next ones go on: those whose body fails too then say why, and do not wait
+        for a time-out.
 
         Args:
             at_once: at least 1; the same on all processes.
