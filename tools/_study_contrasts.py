@@ -142,6 +142,17 @@ def quarter_tables(results: Sequence[Result]) -> str:
     )
 
 
+def with_starts_of(results: Sequence[Result], others: Sequence[Result]) -> list[Result]:
+    """Return those of the other runs that began with the policy of this phase's runs of the same seed: others are no
+    pairs. A starting policy that was made on another machine is another one."""
+
+    def start(run: Result) -> tuple[int, float, float]:
+        return run["settings"]["seed"], run["curve"][0]["greedy"], run["curve"][0]["sampled"]
+
+    starts = {start(run) for run in results}
+    return [run for run in others if start(run) in starts]
+
+
 def contrast_table(
     results: Sequence[Result], pairs: Sequence[tuple[str, str]], lags: Sequence[int] = CONTRASTED_LAGS
 ) -> str:

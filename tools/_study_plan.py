@@ -183,8 +183,10 @@ AFTER_MAIN = (
     ("floored IS", "TOPR"), ("floored IS", "decoupled PPO"), ("decoupled PPO", "TOPR"), ("IcePop", "TOPR"),
     ("PPO clip, 1e-3", "PPO clip"), ("floored IS, critic that ships", "TOPR, critic that ships"),
     ("TOPR, critic that ships", "PPO clip, critic that ships"), ("TOPR, critic that ships", "TOPR"),
+    ("floored IS", "ρ1ρρ, token"), ("decoupled PPO", "PPO clip, 1e-3"),
+    ("floored IS, critic that ships", "floored IS"), ("PPO clip, critic that ships", "PPO clip, 1e-3"),
 )  # fmt: skip
-"""Pairs of methods, of this phase and of `confirm`, whose differences are shown."""
+"""Pairs of methods, of this phase and of `confirm`, whose differences are shown; the last four since they were seen."""
 
 
 def after_main(seeds: Sequence[int]) -> list[RunSettings]:

@@ -283,8 +283,8 @@ def report_of_second(part: str, results: list[dict[str, Any]], out: Path) -> str
     else:
         contrasts.plot_by_lag(results, out / f"{part}.svg")
         if part == "after-main":
-            both = [*results, *read_data("confirm", out)]
-            tables.append(contrasts.contrast_table(both, plan.AFTER_MAIN))
+            before = contrasts.with_starts_of(results, read_data("confirm", out))
+            tables.append(contrasts.contrast_table([*results, *before], plan.AFTER_MAIN))
         elif part != "screen":  # nothing is concluded from what chooses
             first = methods[-1] if part == "confirm" else methods[0]
             tables.append(contrasts.contrast_table(results, [(first, m) for m in methods if m != first]))
