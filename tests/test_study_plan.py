@@ -89,9 +89,10 @@ def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def result_of(settings: lab.RunSettings, score: float) -> dict:
-    """A run with this score in all its evaluations."""
+    """A run with this score in all its evaluations but the first one, of the starting policy."""
+    scores = [0.0] + 5 * [score]
     points = [
-        {"update": n, "episodes": 32 * n, "sampled": score if n else 0.0, "greedy": score, "loss/entropy": 1.0}
+        {"update": n, "episodes": 32 * n, "sampled": scores[n], "greedy": scores[n], "loss/entropy": 1.0}
         for n in range(6)
     ]
     data = json.loads(json.dumps(settings.as_dict()))
