@@ -88,7 +88,7 @@ class Trainer:
         self.budget = TokenBudget(config.learner.token_budget, ranks, conditions(config, ranks, model), note)
         self.monitor = MismatchMonitor(config, model, ranks.device, self.budget)
         self.balance = WorkBalance(ranks, model)
-        self.scorers = Scorers(config, model, ranks.device)
+        self.scorers = Scorers(config, model, ranks)
         self.entropy = EntropyControl(config.algorithm)
         is_scaled = config.algorithm.normalize_reward and self.credit.learns_from_rewards
         self.rewards = RewardScale(is_scaled, ranks.world_size)

@@ -27,7 +27,6 @@ from packaging.requirements import Requirement
 
 from impala_llm.commands import model_memory, rank_group
 from impala_llm.commands.host_space import reserved_bytes
-from impala_llm.commands.model_files import float32_bytes
 from impala_llm.commands.preflight import (
     Checks,
     actors_checks,
@@ -43,6 +42,7 @@ from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.gateway.tasks import tried_suite
 from impala_llm.gpus import deal_gpus, visible_gpus, with_num_actors
 from impala_llm.hosts import TcpEndpoint, check_connect, rank_endpoint, resolve
+from impala_llm.learning.policy.model_files import float32_bytes
 from impala_llm.observability.terminal import working
 from impala_llm.pipeline.network.listener import try_to_connect
 from impala_llm.pipeline.shm.run_directory import shared_memory

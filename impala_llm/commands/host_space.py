@@ -6,8 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-from impala_llm.commands.model_files import float32_bytes
 from impala_llm.learning.checkpoints.files import checkpoints
+from impala_llm.learning.policy.model_files import float32_bytes
 from impala_llm.pipeline.shm.run_directory import ARENA, left_bytes, shared_memory
 from impala_llm.settings import Config
 

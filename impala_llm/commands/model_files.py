@@ -1,17 +1,15 @@
-"""Files of the models that a run reads: which of them cannot be used, and how large the models are. Each problem is a
-sentence with key, value and fix. Nothing here imports torch."""
+"""Files of the models that a run reads: which of them cannot be used. Each problem is a sentence with key, value and
+fix. Nothing here imports torch."""
 
-import contextlib
-import json
-import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from impala_llm.checks.known_models import vocab_size
+from impala_llm.learning.policy.model_files import json_object, tensor_shapes, weight_files
 from impala_llm.settings import Config, model_directory, other_models
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -53,9 +51,9 @@ def model_problems(config: Config) -> list[str]:
     where = f"model.path={config.model.path}"
     try:
         tokenizer = directory / "tokenizer_config.json"
-        template = _json_object(tokenizer).get("chat_template") if tokenizer.is_file() else None
+        template = json_object(tokenizer).get("chat_template") if tokenizer.is_file() else None
         if (vocabulary := directory / "tokenizer.json").is_file():
-            _json_object(vocabulary)
+            json_object(vocabulary)
     except ValueError as error:
         return [f"{where}: {error}: copy the model again"]
     found = _weights("model.path", config.model.path, directory)
@@ -76,7 +74,7 @@ def adapter_problems(config: Config) -> list[str]:
     lora, directory = config.model.lora, model_directory(config.model.path)
     if not lora.rank or lora.targets == ["all-linear"] or directory is None:
         return []
-    shapes = _tensor_shapes(config.model.path)
+    shapes = tensor_shapes(config.model.path)
     matrices = {name.removesuffix(".weight"): shape for name, shape in shapes if len(shape) == 2}
     unknown = [t for t in lora.targets if matrices and not any(f".{name}".endswith(f".{t}") for name in matrices)]
     num_tokens = vocab_size(directory)  # rows of embeddings, which are refused
@@ -101,10 +99,10 @@ def _weights(key: str, path: str, directory: Path) -> list[str]:
     """Problems with the configuration and the weights of a model."""
     where = f"{key}={path}"
     try:
-        config = _json_object(directory / "config.json")
+        config = json_object(directory / "config.json")
         if not isinstance(config.get("model_type"), str):
             raise ValueError("config.json has no model_type")
-        files = _weight_files(directory)
+        files = weight_files(directory)
     except ValueError as error:
         return [f"{where}: {error}: copy the model again"]
     if (directory / ADAPTER_FILE).exists():  # transformers would put the adapter in, and engines know no such weights
@@ -127,16 +125,6 @@ def _weights(key: str, path: str, directory: Path) -> list[str]:
     return found
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    """Files that hold a model's weights: those that its index names, else model.safetensors. Others, such as
-    consolidated.safetensors, hold the same again. Raises ValueError where the index is damaged."""
-    index = directory / "model.safetensors.index.json"
-    files = _json_object(index).get("weight_map") if index.is_file() else {"all": "model.safetensors"}
-    if not isinstance(files, dict):
-        raise ValueError(f"{index.name} has no weight_map")
-    return [directory / name for name in sorted(map(str, set(files.values())))]
-
-
 def _missing_layers(config: dict[str, Any], names: Iterable[str]) -> list[int]:
     """Layers that a model has by its config.json, and none of its tensors belongs to. Other tensors that are missing
     are found when the model is loaded."""
@@ -144,52 +132,3 @@ def _missing_layers(config: dict[str, Any], names: Iterable[str]) -> list[int]:
     number = (text if isinstance(text, dict) else config).get("num_hidden_layers")
     there = {int(match[1]) for name in names if (match := re.search(r"\.(\d+)\.", name))}
     return sorted(set(range(number)) - there) if isinstance(number, int) else []
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ValueError(f"{path.name} cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path.name} is no JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path.name} holds no JSON object")
-    return values
-
-
-def float32_bytes(path: str) -> int:
-    """Bytes that the weights of a model take on the weight board, which holds the learner's float32.
-
-    Args:
-        path: value of `model.path`.
-
-    Returns:
-        0 where the model is made from scratch, or cannot be read.
-    """
-    return sum(4 * math.prod(shape) for _, shape in _tensor_shapes(path))
-
-
-def layer_parameters(path: str) -> int:
-    """Number of parameters in the matrices of a model's layers, which tensor parallelism divides.
-
-    Args:
-        path: value of `model.path`.
-
-    Returns:
-        0 where the model is made from scratch, or cannot be read.
-    """
-    shapes = _tensor_shapes(path)
-    return sum(math.prod(shape) for name, shape in shapes if len(shape) > 1 and re.search(r"\.\d+\.", name))
-
-
-def _tensor_shapes(path: str) -> Iterator[tuple[str, list[int]]]:
-    """Names and shapes of the tensors of a `model.path`; none where the model is made from scratch. Files that cannot
-    be read are left out: `model_problems` reports them."""
-    directory, files = model_directory(path), []
-    with contextlib.suppress(ValueError):
-        files = _weight_files(directory) if directory else []
-    for file in files:
-        with contextlib.suppress(OSError, SafetensorError), safe_open(file, "np") as tensors:
-            names = tensors.keys()  # it is no dict
-            yield from ((name, tensors.get_slice(name).get_shape()) for name in names)

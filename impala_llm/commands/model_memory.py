@@ -6,9 +6,9 @@ from typing import Any
 
 import psutil
 
-from impala_llm.commands.model_files import float32_bytes, layer_parameters
 from impala_llm.config import ConfigError
 from impala_llm.gpus import deal_gpus, visible_gpus
+from impala_llm.learning.policy.model_files import float32_bytes, layer_parameters
 from impala_llm.processes.cgroups import most_memory
 from impala_llm.settings import Config, LearnerConfig, other_models
 
@@ -123,14 +123,15 @@ def look(config: Config, gpus: Sequence[Mapping[str, Any]]) -> tuple[str, list[s
 
 def _largest_reading(needs: Needs, learner: LearnerConfig, is_on_gpus: bool) -> tuple[str, int, float]:
     """Return the models of which the host holds most at the start: which, read by how many processes, and the GB."""
-    # Ranks that keep a share read the policy one after another where the host does not hold it several times.
+    # Processes read a model one after another where the host does not hold it several times, and keep of it what they
+    # need. Those that divide each matrix keep all of it until the last has read it.
     is_shared = learner.sharding == "fsdp2"
-    num_readers = 1 if is_shared else needs.num_processes
+    keeps_all = learner.tensor_parallel > 1 or not (is_on_gpus or is_shared)
+    num_readers = needs.num_processes if keeps_all else 1
     shares = needs.read if is_shared and (learner.cpu_offload or not is_on_gpus) else 0.0
     found = [("the whole policy", num_readers, num_readers * needs.read + shares)]
     if is_on_gpus:
-        number = needs.num_processes
-        found += [(key, number, number * size) for key, size in needs.others.items()]
+        found += [(key, 1, size + shares) for key, size in needs.others.items()]
     return max(found, key=lambda reading: reading[2])
 
 

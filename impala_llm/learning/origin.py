@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import psutil
 import torch
 
 from impala_llm.config import ConfigError
@@ -33,12 +32,11 @@ from impala_llm.learning.packing import LESS, memory_for, without_tensor_paralle
 from impala_llm.learning.policy.attention_choice import choose_attention
 from impala_llm.learning.policy.lora import add_adapters, load_adapters, without_prefix
 from impala_llm.learning.policy.model import PolicyModel
-from impala_llm.learning.policy.model_files import base_checksum, model_checksum, weight_files
+from impala_llm.learning.policy.model_files import base_checksum, float32_bytes, model_checksum
 from impala_llm.learning.policy.policy_files import resolve_policy
 from impala_llm.learning.policy.products import give_back_memory
 from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.pipeline.weights.board import WeightReader
-from impala_llm.processes.cgroups import memory_left
 from impala_llm.processes.supervised import say
 from impala_llm.settings import Config, LearnerConfig, model_directory, other_models
 
@@ -141,7 +139,9 @@ def make_model(config: Config, origin: Origin, ranks: Ranks) -> PolicyModel:
         memory_for, f"model.path={config.model.path} on {ranks.device}", _less_of_policy(config.learner)
     )
     refused: ModelRefused | None = None
-    with ranks.in_turns(_at_once(config, ranks)):
+    # Processes that divide each matrix hold all of the policy until they join.
+    is_cut = config.learner.tensor_parallel == 1
+    with ranks.in_turns(float32_bytes(config.model.path) if is_cut else 0):
         model = start_model(config, origin.board, origin.update, ranks.is_main, beside)
         if ranks.is_sharded and ranks.is_main:  # whole, in the host's memory, as a device may not hold it
             try:
@@ -168,17 +168,6 @@ def make_model(config: Config, origin: Origin, ranks: Ranks) -> PolicyModel:
     if ranks.is_main:
         describe(config, ranks, model, origin)
     return model
-
-
-def _at_once(config: Config, ranks: Ranks) -> int:
-    """Number of processes that read the whole policy at a time, to keep a share of it: as many as the host's memory
-    holds, by half of what is free. All ranks call it."""
-    if config.learner.sharding != "fsdp2":
-        return ranks.num_processes
-    size = 2 * sum(path.stat().st_size for path in weight_files(resolve_policy(config)))  # bfloat16 becomes float32
-    free = min(psutil.virtual_memory().available, memory_left())
-    number = max(1, min(ranks.num_processes, int(free / 2 / max(1, size))))
-    return int(ranks.sum([float(number) if ranks.is_main else 0.0])[0])
 
 
 def _note_bases(model: PolicyModel, config: Config, checkpoint: CheckpointReader | None, is_main: bool) -> None:

@@ -4,6 +4,7 @@ Invariant: nothing here has a gradient, and a score belongs to the action token 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ from impala_llm.learning.policy.attention import SEGMENTS
 from impala_llm.learning.policy.attention_choice import reason_against
 from impala_llm.learning.policy.lora import is_adapted, without_adapters
 from impala_llm.learning.policy.model import PolicyModel
+from impala_llm.learning.policy.model_files import float32_bytes
 from impala_llm.learning.policy.policy_files import resolve_policy
+from impala_llm.learning.policy.products import give_back_memory
+from impala_llm.learning.ranks.parallel import Ranks
 from impala_llm.processes.supervised import say
 from impala_llm.settings import Config, model_directory, other_models
 
@@ -45,6 +49,7 @@ class Scorers:
 
     Args:
         policy: the learner's model, which is its own teacher in context distillation.
+        ranks: all of them make their scorers together, and read the models in turns.
 
     Raises:
         ConfigError: another model has another vocabulary than the policy.
@@ -52,7 +57,7 @@ class Scorers:
         OutOfMemory: the device does not hold another model.
     """
 
-    def __init__(self, config: Config, policy: PolicyModel, device: torch.device) -> None:
+    def __init__(self, config: Config, policy: PolicyModel, ranks: Ranks) -> None:
         algorithm = config.algorithm
         credit: Any = algorithm.credit
         self._temperature = config.engine.temperature
@@ -62,15 +67,15 @@ class Scorers:
         if algorithm.uses_reference:
             # With LoRA the policy that training started from is the one without its adapters.
             is_own = algorithm.reference is None and is_adapted(policy.lm)
-            self._reference = policy if is_own else _frozen(config, "algorithm.reference", policy, device)
+            self._reference = policy if is_own else _frozen(config, "algorithm.reference", policy, ranks)
         if credit.needs_teacher:
             self._teacher = policy
             if credit.teacher is not None:
-                self._teacher = _frozen(config, "algorithm.credit.teacher", policy, device)
+                self._teacher = _frozen(config, "algorithm.credit.teacher", policy, ranks)
             if credit.teacher_context:
                 tokenizer = AutoTokenizer.from_pretrained(resolve_policy(config))
                 ids = tokenizer.encode(credit.teacher_context, add_special_tokens=False)
-                self._context = torch.tensor(ids, dtype=torch.int64, device=device)
+                self._context = torch.tensor(ids, dtype=torch.int64, device=ranks.device)
                 _check_context(config, len(ids), self._teacher)
 
     def scores(self, batch: PackedBatch) -> TokenScores:
@@ -118,7 +123,7 @@ def _check_context(config: Config, num_tokens: int, teacher: PolicyModel) -> Non
         )
 
 
-def _frozen(config: Config, key: str, policy: PolicyModel, device: torch.device) -> PolicyModel:
+def _frozen(config: Config, key: str, policy: PolicyModel, ranks: Ranks) -> PolicyModel:
     """The model that a setting names, or the one that training started from where it names none."""
     path = other_models(config).get(key)
     directory = resolve_policy(config) if path is None else model_directory(path)
@@ -128,15 +133,18 @@ def _frozen(config: Config, key: str, policy: PolicyModel, device: torch.device)
         named_by, what = "model.path", f"{key}=null, the policy that training began with,"
         also = without_tensor_parallel(config.learner.tensor_parallel)
         fix = f"set model.lora.rank=16{also}, whose policy without adapters serves as it, or {key} to a smaller model"
-    model = PolicyModel.from_pretrained(directory, key=named_by).requires_grad_(False)
-    with memory_for(
-        f"{what} on {device}, whole in each process of the learner", f"{fix}, or take a device with more free memory"
-    ):
-        model.to(device)
+    whole = f"{what} on {ranks.device}, whole in each process of the learner"
+    on_device = partial(memory_for, whole, f"{fix}, or take a device with more free memory")
+    with ranks.in_turns(float32_bytes(path or config.model.path)):
+        model = PolicyModel.from_pretrained(directory, key=named_by).requires_grad_(False)
+        with on_device():
+            model.to(ranks.device)
+        give_back_memory()
+    with on_device():
         model.check(config.engine.max_length)
     model.compute_in(config.learner.precision)
     if policy.attention != SEGMENTS:
-        if reason := reason_against(model, policy.attention, config.engine.max_length, device):
+        if reason := reason_against(model, policy.attention, config.engine.max_length, ranks.device):
             say(f"learner: packed rows of {directory} are computed by segments: {reason}")
         else:
             model.attend_by(policy.attention)

@@ -256,10 +256,15 @@ FSDP2, KL = ["learner.num_ranks=2", "learner.sharding=fsdp2"], ["algorithm.kl_co
         # An engine in bfloat16 on the GPU of the only rank.
         (["engine.dtype=bfloat16"], 18 * (LAYERS + WHOLE) + 1000, 12, None),
         (["engine.dtype=bfloat16"], 18 * (LAYERS + WHOLE) - 1000, 12, ["GPU 0 ", "1 engine "]),
-        # Each rank reads the whole policy, one after another where it keeps a share; a checkpoint copies weights and
-        # moments.
-        (["learner.num_ranks=4"], 1e12, 16, None),
-        (["learner.num_ranks=4"], 1e12, 15, ["4 processes read the whole policy", "lower learner.num_ranks"]),
+        # The processes of a rank read the whole policy and keep it until the last has read it.
+        (["learner.tensor_parallel=4"], 1e12, 15, ["where 4 processes read the whole policy each: take a smaller"]),
+        (["learner.tensor_parallel=2", "learner.num_ranks=2"], 1e12, 16, None),
+        (["learner.tensor_parallel=2", "learner.num_ranks=2"], 1e12, 15, ["4 processes ", "lower learner.num_ranks"]),
+        # Ranks read it one after another; a checkpoint copies weights and moments.
+        (["learner.num_ranks=4"], 1e12, 12, None),
+        (["learner.num_ranks=4"], 1e12, 11, ["copy for a checkpoint", "checkpoints_kept=0"]),
+        (["learner.num_ranks=4", "learner.checkpoints_kept=0"], 1e12, 4, None),
+        (["learner.num_ranks=4", "learner.checkpoints_kept=0"], 1e12, 3, ["where a process reads the whole policy"]),
         (["learner.num_ranks=4", "learner.sharding=fsdp2"], 1e12, 12, None),
         (["learner.num_ranks=4", "learner.sharding=fsdp2"], 1e12, 11, ["copy for a checkpoint", "checkpoints_kept=0"]),
         (["learner.num_ranks=4", "learner.sharding=fsdp2", "learner.checkpoints_kept=0"], 1e12, 4, None),
@@ -271,9 +276,9 @@ FSDP2, KL = ["learner.num_ranks=2", "learner.sharding=fsdp2"], ["algorithm.kl_co
         ([*FSDP2, *KL], (8 + 4) * (LAYERS + WHOLE) - 1000, 12, ["GPU 0 ", "GB for algorithm.reference, whole in each"]),
         ([*FSDP2, *KL, "learner.cpu_offload=true"], 4 * (LAYERS + WHOLE) + 1000, 28, None),
         ([*FSDP2, *KL, "learner.cpu_offload=true"], 4 * (LAYERS + WHOLE) - 1000, 28, ["GPU 0 "]),
-        # All ranks read it at a time.
-        ([*FSDP2, *KL, "learner.checkpoints_kept=0"], 1e12, 8, None),
-        ([*FSDP2, *KL, "learner.checkpoints_kept=0"], 1e12, 7, ["2 processes read algorithm.reference each"]),
+        # They read it one after another.
+        ([*FSDP2, *KL, "learner.checkpoints_kept=0"], 1e12, 4, None),
+        ([*FSDP2, *KL, "learner.checkpoints_kept=0"], 1e12, 3, ["at its start"]),
         # With LoRA it is the policy without its adapters.
         ([*FSDP2, *KL, "model.lora.rank=4"], 2 * (LAYERS + WHOLE) + 1000, 4, None),
     ],

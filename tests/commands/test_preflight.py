@@ -18,9 +18,9 @@ from safetensors.numpy import load_file, save_file
 from impala_llm import cli
 from impala_llm.commands import doctor, host_space, preflight
 from impala_llm.commands.evaluated_policy import unfit_policy
-from impala_llm.commands.model_files import float32_bytes
 from impala_llm.commands.preflight import actors_checks, training_checks
 from impala_llm.config import ConfigError, load, to_yaml
+from impala_llm.learning.policy.model_files import float32_bytes
 from impala_llm.pipeline.network.keys import make_keys
 from impala_llm.pipeline.shm import run_directory
 from impala_llm.pipeline.shm.run_directory import RunDirectory

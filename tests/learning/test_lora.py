@@ -57,7 +57,7 @@ def test_the_policy_without_its_adapters_is_the_reference(tmp_path: Path) -> Non
     config = make_config(None, Reinforce(), kl_coef=0.1)
     config.model.path = "nowhere: no second model is loaded"
     micro = pack(make_batch(), 1000)[0]
-    found = Scorers(config, model, torch.device("cpu")).scores(micro).reference
+    found = Scorers(config, model, Ranks("cpu")).scores(micro).reference
     torch.testing.assert_close(found, action_log_probs(PolicyModel.from_pretrained(start), micro, 1.0))
     before = logits(model)
     with without_adapters(model.lm):

@@ -29,7 +29,7 @@ from tests.learning.builders import (
     varied,
 )
 
-CPU = torch.device("cpu")
+RANKS = Ranks("cpu")
 
 
 def test_a_teacher_reads_its_context_before_each_episode(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_teacher_reads_its_context_before_each_episode(tmp_path: Path) -> None
         ]
     )
     model = PolicyModel.from_pretrained(directory)
-    scorers = Scorers(config, model, CPU)
+    scorers = Scorers(config, model, RANKS)
     rows = make_batch()
     (batch,) = pack(rows, 1000)
     found = scorers.teacher(batch)
@@ -74,7 +74,7 @@ def test_a_reference_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
         load([f"model.path={lm}", f"algorithm.reference={other}", *kl])
     config = load(["model=scratch", f"run.dir={tmp_path}", f"algorithm.reference={other}", *kl])
     with pytest.raises(ConfigError, match=said):
-        Scorers(config, PolicyModel.from_pretrained(lm), CPU)
+        Scorers(config, PolicyModel.from_pretrained(lm), RANKS)
 
 
 @pytest.mark.parametrize("key", ["algorithm.reference", "algorithm.credit.teacher"])
@@ -86,7 +86,7 @@ def test_a_setting_that_names_a_model_without_all_weights_is_named(tmp_path: Pat
     words = ["algorithm.kl_coef=0.1"] if key == "algorithm.reference" else ["algorithm.credit=distillation"]
     config = load([f"model.path={lm}", *words, f"{key}={lacking}", "engine.max_length=128"])
     with pytest.raises(ModelRefused, match=f"{key}={lacking} lacks weights .*model.norm.weight; .*set {key}"):
-        Scorers(config, PolicyModel.from_pretrained(lm), CPU)
+        Scorers(config, PolicyModel.from_pretrained(lm), RANKS)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_device_that_does_not_hold_another_model_is_named_with_what_helps(
     policy = PolicyModel.from_pretrained(lm)
     monkeypatch.setattr(PolicyModel, "to", full)
     with pytest.raises(OutOfMemory, match=f"memory does not suffice for {named}.* on cpu, .*{fix}"):
-        Scorers(load([f"model.path={lm}", "engine.max_length=128", *words]), policy, CPU)
+        Scorers(load([f"model.path={lm}", "engine.max_length=128", *words]), policy, RANKS)
 
 
 def test_a_context_that_leaves_the_longest_episode_no_positions_is_refused(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_a_context_that_leaves_the_longest_episode_no_positions_is_refused(tmp_p
     words += ["algorithm.credit.teacher_context=hint b"]
     said = "teacher_context has 6 tokens, .*engine.max_length=251 .*256 positions .*at most 250"
     with pytest.raises(ConfigError, match=said):
-        Scorers(load([*words, "engine.max_length=251"]), model, CPU)
-    Scorers(load([*words, "engine.max_length=250"]), model, CPU)
+        Scorers(load([*words, "engine.max_length=251"]), model, RANKS)
+    Scorers(load([*words, "engine.max_length=250"]), model, RANKS)
 
 
 def test_a_teacher_is_asked_alone_whatever_would_shape_rewards(tmp_path: Path) -> None:

@@ -41,23 +41,27 @@ def test_two_ranks_give_the_gradient_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_ranks_read_the_policy_in_turns_where_memory_does_not_hold_it_for_all(tmp_path: Path) -> None:
-    """The files are in float32, and count twice, as those in bfloat16 would."""
+def test_ranks_read_models_in_turns_where_memory_does_not_hold_them_for_all(tmp_path: Path) -> None:
+    """Half of the free memory holds one, two or three policies."""
     policy = save_lm(tmp_path / "policy")
-    size = 2 * (policy / "model.safetensors").stat().st_size
+    size = sum(4 * tensor.numel() for tensor in load_file(policy / "model.safetensors").values())
     notes = {}
     with forked_ranks("tests.system.making_rank") as start:
-        for at_once, free in ((1, 0), (2, 4 * size), (3, 6 * size)):
-            (output := tmp_path / str(at_once)).mkdir()
-            result = start(3, [str(policy), str(output), str(free)])
+        for sharding, at_once in (("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3), ("replicated", 1)):
+            (output := tmp_path / f"{sharding}-{at_once}").mkdir()
+            result = start(3, [str(policy), str(output), str(2 * at_once * size), sharding])
             assert result.returncode == 0, result.stderr
-            assert len({(output / f"end-{rank}").read_text() for rank in range(3)}) == 1, "shares of one policy"
-            notes[at_once] = (output / "notes").read_text().splitlines()
+            assert len({(output / f"end-{rank}").read_text() for rank in range(3)}) == 1, "of one policy"
+            notes[sharding, at_once] = (output / "notes").read_text().splitlines()
         (output := tmp_path / "refused").mkdir()
-        result = start(3, [str(policy), str(output), "0", "refused"])
-    assert notes[1] == [f"{what} {rank}" for rank in range(3) for what in ("reads", "has its share")]
-    assert sorted(notes[2][4:]) == ["has its share 2", "reads 2"], "the third waits for both"
-    assert len(notes[3]) == 6
+        result = start(3, [str(policy), str(output), "0", "fsdp2", "refused"])
+    of_policy, of_reference = (
+        [f"{what} {rank}" for rank in range(3) for what in ("reads", f"has the {model}")]
+        for model in ("policy", "reference")
+    )
+    assert notes["fsdp2", 1] == notes["replicated", 1] == of_policy + of_reference
+    assert notes["fsdp2", 2][4:6] == ["reads 2", "has the policy 2"], "the third waits for both"
+    assert sorted(notes["fsdp2", 3]) == sorted(of_policy + of_reference)
     assert result.returncode == 0, result.stderr
     ends = {(output / f"end-{rank}").read_text() for rank in range(3)}
     assert ends == {"refused: packed rows are computed wrongly"}, "each rank tells the reason"

@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 import msgpack
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ from impala_llm.config import ConfigError
 from impala_llm.learning.policy.lora import adapter_tensors
 from impala_llm.learning.policy.model import PolicyModel
 from impala_llm.learning.ranks.tensor_parallel import divide
+from impala_llm.processes.cgroups import memory_left
 from impala_llm.processes.supervised import RENDEZVOUS
 from impala_llm.settings import Config
 
@@ -135,15 +137,19 @@ class Ranks:
         return self.tensor_parallel == 1 or self.rank == 0
 
     @contextmanager
-    def in_turns(self, at_once: int) -> Iterator[None]:
-        """Let so many processes at a time run the body, in the order of their numbers. In it none waits for another.
+    def in_turns(self, size: int) -> Iterator[None]:
+        """Let as many processes at a time run the body as half of the host's free memory holds models of this size, and
+        one at least, in the order of their numbers. All processes call it; in the body none waits for another.
 
         A process whose body fails lets the next ones go on: those whose body fails too then say why, and do not wait
         for a time-out.
 
         Args:
-            at_once: at least 1; the same on all processes.
+            size: bytes that the body takes of the host's memory; 0: all processes run it at the same time.
         """
+        free = min(psutil.virtual_memory().available, memory_left())
+        at_once = max(1, int(min(self.num_processes, free / 2 / max(1, size))))
+        at_once = int(self.sum([float(at_once) if self.is_main else 0.0])[0])
         turn, last = self.process // at_once, (self.num_processes - 1) // at_once
         for _ in range(turn):
             self.barrier()
@@ -167,12 +173,15 @@ class Ranks:
         self.join(model)
 
     def cut(self, model: PolicyModel, precision: str = "float32") -> None:
-        """Leave this rank's share of a whole policy, with FSDP2, and bring it to the device. No rank waits for another.
+        """Bring a policy to the device: whole, or with FSDP2 this rank's share of it. Where the processes of a rank
+        will divide it, it stays as it is until `join`. No rank waits for another.
 
         Args:
             precision: learner.precision. With bfloat16 layers are gathered in it, their norms too, for
                 `PolicyModel.compute_in`. Shares and sums are float32 in any case, and so is what belongs to no layer.
         """
+        if not self.is_sharded:
+            model.to(self.device)
         if self._sharing is None:
             return
         whole = {*model.value_head.parameters(), *adapter_tensors(model.lm).values()}
@@ -204,8 +213,6 @@ class Ranks:
             self.broadcast(model.parameters())
             self._partial = divide(model, self._mesh["tensor"])
             return
-        if not self.is_sharded:
-            model.to(self.device)
         self.broadcast(p for p in model.parameters() if not isinstance(p, DTensor))
 
     def num_missing(self, num_passes: int) -> int:
