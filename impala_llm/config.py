@@ -108,7 +108,7 @@ def load(overrides: Sequence[str] = (), left_out: Sequence[str] = ()) -> Config:
     """
     overrides = [present_word(word) for word in overrides]
     refuse_unknown_keys(overrides)
-    _refuse_bad_references(overrides)
+    _refuse_bad_values(overrides)
     _refuse_whole_methods(overrides)
     overrides = [f"{word.removesuffix('=None')}=null" if word.endswith("=None") else word for word in overrides]
     GlobalHydra.instance().clear()
@@ -186,6 +186,7 @@ def _hydra_words(overrides: Sequence[str], left_out: Sequence[str]) -> list[str]
         key, _, value = word.partition("=")
         if key == "experiment" and Path(value).suffix in (".yaml", ".yml"):
             file = _settings_file(Path(value))
+            _refuse_missing(file, overrides, f"settings file {value}: ")
             defaults = {"defaults": file.defaults} if "defaults" in file else {}
             ConfigStore.instance().store(group="experiment", name="presets", node=defaults, package="_global_")
             settings = _with_presets(file, overrides, left_out)
@@ -349,15 +350,28 @@ def _file_of(overrides: Sequence[str]) -> tuple[str, dict[str, Any]]:
     return file, dict(flat(OmegaConf.to_container(_settings_file(Path(file))))) if file else {}
 
 
-def _refuse_bad_references(overrides: Sequence[str]) -> None:
-    """Refuse a word in which `${` begins no reference. A word that cannot be read at all is refused later."""
+def _refuse_bad_values(overrides: Sequence[str]) -> None:
+    """Refuse a word in which `${` begins no reference, or a mapping leaves a value open. A word that cannot be read at
+    all is refused later."""
     for word in overrides:
         try:
-            OmegaConf.create([read_word(word)[1] if "${" in word else ""])
+            key, value = read_word(word) if "${" in word or "???" in word else ("", "")
+            setting = OmegaConf.create({key: value})
+            if isinstance(value, dict):
+                _refuse_missing(setting, overrides)
         except GrammarParseError:
             raise ConfigError(_unresolved(word, _NO_REFERENCE)) from None
         except HydraException:
             continue
+
+
+def _refuse_missing(settings: DictConfig, overrides: Sequence[str], where: str = "") -> None:
+    """Refuse settings with `???`, which stands for a value that somebody else gives, where no word gives it: OmegaConf
+    would take the default without a word."""
+    given = {word.lstrip("+").partition("=")[0] for word in overrides}
+    for key, value in flat(OmegaConf.to_container(settings)):
+        if value == "???" and key not in given:
+            raise ConfigError(f"{where}{key}=??? needs a value: write it there, or as {key}=VALUE")
 
 
 def _refuse_whole_methods(overrides: Sequence[str]) -> None:

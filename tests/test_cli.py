@@ -116,9 +116,12 @@ def test_help_of_what_is_a_command_or_nearly_one(capsys: pytest.CaptureFixture[s
 
 def test_help_knows_the_names_of_other_trainers(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--help", "LR"]) == 0
-    first, second, *rest = capsys.readouterr().out.splitlines()
+    first, second, *_ = capsys.readouterr().out.splitlines()
     assert first == "LR, as other trainers call it:" and second.startswith("learner.learning_rate=")
-    assert any("already" in line for line in rest), "and what else has the word"
+    assert cli.main(["train", "--help", "steps"]) == 0
+    _, second, *rest = capsys.readouterr().out.splitlines()
+    assert second.startswith("learner.total_updates=")
+    assert any(line.startswith("learner.minibatches=") for line in rest), "and what else has the word"
     assert cli.main(["train", "--help", "max_steps"]) == 0
     assert capsys.readouterr().out.splitlines()[1].startswith("learner.total_updates=")
     assert cli.main(["sft", "--help", "lr"]) == 0
@@ -237,6 +240,12 @@ def test_last_lines_that_a_full_disk_does_not_take_leave_the_exit_code(
 
 def test_help_finds_a_key_by_its_words() -> None:
     assert reference("Group Size").startswith("algorithm.group_size=")
+
+
+def test_help_finds_the_beginnings_of_words_in_meanings() -> None:
+    """And not their middles, in which a short word stands everywhere."""
+    assert "already" in reference("alread") and not reference("lready")
+    assert reference("fsdp").startswith("learner.sharding="), "and all of a key's value is found by its meaning"
 
 
 def test_every_setting_has_a_meaning() -> None:

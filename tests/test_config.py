@@ -154,8 +154,9 @@ def test_a_name_that_is_too_long_for_a_file_is_refused_as_any_other(key: str):
         ("model: {lora: {targets: null}}", ["model.lora.targets=null needs a value: the default is "]),
         (
             "algorithm: {loss: {name: ppo_clip, clip_low: '???'}}",
-            ["algorithm.loss.clip_low=??? needs a value: set it"],
+            ["algorithm.loss.clip_low=??? needs a value: write it there, or as algorithm.loss.clip_low=VALUE"],
         ),
+        ("learner:\n  batch_size: ???", ["learner.batch_size=??? needs a value", "as learner.batch_size=VALUE"]),
         ("defaults: [nope]", ["defaults has 'nope'", "override /algorithm: vtrace"]),
     ],
 )
@@ -165,6 +166,11 @@ def test_a_bad_setting_of_a_file_is_named_with_file_key_value_and_fix(tmp_path: 
         load([f"experiment={tmp_path}/my.yaml"])
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_value_that_a_file_leaves_open_may_stand_in_a_word(tmp_path: Path):
+    (tmp_path / "my.yaml").write_text("learner:\n  batch_size: ???\n")
+    assert load([f"experiment={tmp_path}/my.yaml", "learner.batch_size=32"]).learner.batch_size == 32
 
 
 @pytest.mark.parametrize(
@@ -396,6 +402,7 @@ def test_none_is_null_on_the_command_line() -> None:
         (["engine.urls={a: 1}"], ["engine.urls={a: 1} has the wrong type: a list is expected"]),
         (["algorithm=ppo", "algorithm.loss.clip_low=???"], ["algorithm.loss.clip_low=??? needs a value: set it"]),
         (["algorithm.loss=???"], ["algorithm.loss=??? needs a value: set it"]),
+        (["learner={batch_size: ???}"], ["learner.batch_size=??? needs a value: write it there, or as learner.ba"]),
         (
             ["algorithm=ppo", "algorithm.loss.clip_low='\\${x}'"],
             ["algorithm.loss.clip_low=${x} has the wrong type: a number is expected; the default is 0.2"],

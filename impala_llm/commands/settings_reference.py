@@ -75,9 +75,10 @@ def familiar(command: str, word: str, width: int) -> str:
 
 
 def reference(word: str, width: int = 100, words: Sequence[str] = ()) -> str:
-    """The settings that have `word` in their key or meaning, in any case, as lines of at most `width` characters.
+    """The settings that have `word` in their key, or at the beginning of a word of their meaning, as lines of at most
+    `width` characters.
 
-    In the order of settings.py, those with the word in their key first. Empty where there is none.
+    Of any case. In the order of settings.py, those with the word in their key first. Empty where there is none.
 
     Args:
         words: `key=value`, of which some may name parts of the user's own: their options are among the settings.
@@ -89,7 +90,8 @@ def reference(word: str, width: int = 100, words: Sequence[str] = ()) -> str:
     entries = [*_entries(settings.Config(), ""), *_of_own_parts(words)]
     word = word.lower()
     named = [e for e in entries if word in e.key.lower() or word.replace(" ", "_") in e.key.lower()]
-    for entry in [*named, *(e for e in entries if e not in named and word in e.meaning.lower())]:
+    begins = re.compile(rf"(?<![^\W_]){re.escape(word)}")  # "lr" is not in "already"
+    for entry in [*named, *(e for e in entries if e not in named and begins.search(e.meaning.lower()))]:
         allowed = f"({entry.allowed})" if entry.allowed else ""
         head = "  ".join(filter(None, (f"{entry.key}={entry.default}", allowed)))
         for text, indent in ((head, ""), (entry.meaning, "    ")):

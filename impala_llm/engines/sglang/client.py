@@ -243,7 +243,8 @@ class SGLangClient:
         except (aiohttp.ClientError, OSError) as error:
             raise ServerLost(f"{self.url}{path}: {error!r}") from error
         if status != 200:
-            raise ServerRefused(f"{self.url}{path} answered {status}: {_words(text)}")
+            asks_for_key = ", it asks for a key" if status in (401, 403) else ""
+            raise ServerRefused(f"{self.url}{path} answered {status}{asks_for_key}: {_words(text)}")
         try:
             answer = json.loads(text) if text else {}
         except (ValueError, RecursionError):

@@ -67,10 +67,12 @@ async def _patience(client: SGLangClient, timeout_s: float) -> AsyncIterator[Non
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError:
-        did = f"did not answer for {timeout_s:g} s"
+        did, fix = f"did not answer for {timeout_s:g} s", "start the server, or correct the URL"
         if client.refusal:
             did = f"answers, but was no SGLang server that is ready within {timeout_s:g} s ({client.refusal})"
-        raise ServerAbsent(f"engine.urls: {client.url} {did}: start the server, or correct the URL") from None
+        if "it asks for a key" in client.refusal:
+            fix = "start it without --api-key, since the engine has a key for servers of its own alone"
+        raise ServerAbsent(f"engine.urls: {client.url} {did}: {fix}") from None
     finally:
         saying.cancel()
 

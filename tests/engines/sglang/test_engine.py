@@ -567,6 +567,15 @@ def test_what_answers_at_a_url_and_is_no_sglang_server_is_told_apart_from_silenc
             await RemoteServer(url, timeout_s=0.5).start()
         await other.close()
 
+        async def refuse(_request: web.Request) -> web.Response:
+            return web.json_response({"error": "Unauthorized"}, status=401)
+
+        locked = web.Application()
+        locked.router.add_get("/{path:.*}", refuse)
+        async with TestServer(locked) as server:
+            [problem] = await absent_servers([str(server.make_url("")).rstrip("/")], timeout_s=0.5)
+            assert "401, it asks for a key: Unauthorized" in problem and "start it without --api-key" in problem
+
     run(test)
 
 
