@@ -82,18 +82,20 @@ def populate(mapping: mmap.mmap, *, write: bool) -> None:
         view.release()
 
 
-def map_new_file(path: Path, num_bytes: int, advice: str) -> mmap.mmap:
+def map_new_file(path: Path, num_bytes: int, advice: str, replace: bool = True) -> mmap.mmap:
     """Create and map a file of mode 0600, its pages reserved and resident.
 
     Args:
-        path: a file that exists already is replaced; processes that have mapped it keep the old one.
         num_bytes: size of the file.
         advice: end of the error message, a sentence that says what to do.
+        replace: whether a file that exists already is replaced; processes that have mapped it keep the old one.
 
     Raises:
         ArenaError: the file system has no room.
+        FileExistsError: there is a file, which is not to be replaced.
     """
-    path.unlink(missing_ok=True)
+    if replace:
+        path.unlink(missing_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         # Reserves the pages: a full file system is an error here and not a SIGBUS in the middle of a write.
@@ -108,22 +110,32 @@ def map_new_file(path: Path, num_bytes: int, advice: str) -> mmap.mmap:
     return mapping
 
 
-def _refuse_if_in_use(path: Path) -> None:
-    """Check that no living writer has an arena: it would lose its file.
-
-    Raises:
-        ArenaError: one has.
-    """
+def _remove_abandoned(path: Path) -> None:
+    """Remove the file of a writer that has ended. Raises ArenaError where it has a living one, which would lose it."""
     try:
         lock = FileLock(path, _READ_FLAGS)
-    except OSError:
-        return  # there is none, or something else, which is replaced
+    except FileNotFoundError:
+        return
+    except OSError:  # something else lies there, such as a link
+        path.unlink(missing_ok=True)
+        return
     with contextlib.closing(lock):
-        for _ in range(_LOCK_ATTEMPTS):
-            if lock.take(fcntl.LOCK_EX):
-                return
-            time.sleep(_LOCK_PAUSE_S)  # a reader holds the lock for a moment, see `has_writer`
-    raise ArenaError(f"{path} belongs to another process, which is alive: give each actor an index of its own")
+        if not _locked(lock) or not lock.is_at(path):
+            raise _in_use(path)
+        path.unlink()
+
+
+def _locked(lock: FileLock) -> bool:
+    """Lock a file as its writer does. A reader may hold it for a moment, see `has_writer`. Returns whether it is."""
+    for _ in range(_LOCK_ATTEMPTS):
+        if lock.take(fcntl.LOCK_EX):
+            return True
+        time.sleep(_LOCK_PAUSE_S)
+    return False
+
+
+def _in_use(path: Path) -> ArenaError:
+    return ArenaError(f"{path} belongs to another process, which is alive: give each actor an index of its own")
 
 
 class ArenaWriter:
@@ -156,11 +168,21 @@ class ArenaWriter:
             self._map = mmap.mmap(-1, num_bytes)
             populate(self._map, write=True)
         else:
-            _refuse_if_in_use(path)
-            self._map = map_new_file(path, num_bytes, _ADVICE)
-            self._lock = FileLock(path, os.O_RDONLY | os.O_NOFOLLOW)
-            self._lock.take(fcntl.LOCK_EX)
-        self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, _FORMAT, incarnation, self.capacity)
+            _remove_abandoned(path)
+            try:
+                self._map = map_new_file(path, num_bytes, _ADVICE, replace=False)
+                self._lock = FileLock(path, os.O_RDONLY | os.O_NOFOLLOW)
+            except (FileExistsError, FileNotFoundError):
+                raise _in_use(path) from None
+        header = _HEADER.pack(_MAGIC, _FORMAT, incarnation, self.capacity)
+        self._map[: _HEADER.size] = header
+        # A process of the same name that starts at the same moment may have replaced the file before it was locked.
+        if self._lock is not None and not (
+            _locked(self._lock) and os.pread(self._lock.fileno(), _HEADER.size, 0) == header
+        ):
+            self._lock.close()
+            assert path is not None
+            raise _in_use(path)
         self._bytes = memoryview(self._map)
         self._ring = np.frombuffer(self._map, np.uint64, self._num_words, _HEADER_BYTES)
         # [start, end, freed] in the order of writing.

@@ -120,10 +120,14 @@ class IngestBroken(RuntimeError):
 
 @dataclass(slots=True)
 class Settled:
-    """Answers for an actor: sequences to acknowledge, and (sequence, reason) to refuse."""
+    """Answers for an actor."""
 
     acks: list[int] = field(default_factory=list)
+    """Sequences to acknowledge."""
     refusals: list[tuple[int, str]] = field(default_factory=list)
+    """Sequences to refuse, each with the reason."""
+    tickets: list[int] = field(default_factory=list)
+    """Ids of the tickets whose records were kept."""
 
 
 class Ingest:
@@ -269,6 +273,7 @@ class Ingest:
             kept = [answer is Verdict.ACCEPTED for answer in answers]
             rows, starts, facts = rows[kept], starts[kept], facts[kept]
         settled.acks += rows[:, SEQUENCE].tolist()
+        settled.tickets += rows[:, TICKET].tolist()
         self.totals["received_bytes"] += 8 * int(rows[:, NUM_WORDS].sum())
         self._inbox.put(self._store.commit(starts, rows[:, NUM_WORDS], rows[:, CHECKSUM], facts))
         return early

@@ -287,6 +287,7 @@ class MessageLoop:
             settled = self._ingest.take(session.offers, session.actor_id)
             if settled.acks:
                 session.brought_at = self._registry.clock.now
+                session.progress_at |= dict.fromkeys(settled.tickets, session.brought_at)
                 self._acks[session.address] += settled.acks
                 self._send_acks()
             for sequence, reason in settled.refusals:

@@ -67,7 +67,8 @@ class ActorSession:
     """Seconds between two heartbeats that it was asked for last."""
     seems_dead: bool = False
     has_ended: bool = False
-    granted_at: dict[int, float] = field(default_factory=dict)
+    progress_at: dict[int, float] = field(default_factory=dict)
+    """Time when each of its tickets was granted, or brought its last unroll."""
     brought_at: float = 0.0
     """Time of the last trajectory that was taken in."""
     evaluation_want: int = 0
@@ -247,7 +248,7 @@ class SessionRegistry:
             session: of the actor.
             tickets: that were sent.
         """
-        session.granted_at |= {ticket.ticket_id: self.clock.now for ticket in tickets}
+        session.progress_at |= {ticket.ticket_id: self.clock.now for ticket in tickets}
 
     def lost_grants(self, session: ActorSession, held: Iterable[int]) -> list[Ticket]:
         """Find the tickets that were granted to an actor some time ago and that it does not list as held: they are to
@@ -266,7 +267,7 @@ class SessionRegistry:
             ticket.ticket_id
             for ticket in self._ledger.open_tickets(session.actor_id)
             if ticket.ticket_id not in at_actor
-            and now - session.granted_at.get(ticket.ticket_id, now) > self._limits.grant_resend_s
+            and now - session.progress_at.get(ticket.ticket_id, now) > self._limits.grant_resend_s
         ]
         return self._ledger.lost_by(session.actor_id, missing) if missing else []
 
@@ -295,12 +296,13 @@ class SessionRegistry:
         now, timeout_s = self.clock.now, self._limits.ticket_timeout_s
         still_open = [ticket.ticket_id for ticket in self._ledger.open_tickets(session.actor_id)]
         # The time of tickets from an earlier session (`resumed`) counts from their first check here.
-        session.granted_at = {ticket_id: session.granted_at.get(ticket_id, now) for ticket_id in still_open}
+        session.progress_at = {ticket_id: session.progress_at.get(ticket_id, now) for ticket_id in still_open}
         # When a whole batch is granted at once, most tickets wait at the actor until it has played the others.
         waited_until = session.brought_at if self._ledger.max_staleness == 0 else 0.0
-        late = [i for i, granted_at in session.granted_at.items() if now - max(granted_at, waited_until) > timeout_s]
+        late = [i for i, since in session.progress_at.items() if now - max(since, waited_until) > timeout_s]
         if late:
-            _log.warning("%d tickets at %s brought nothing in %g s", len(late), session.actor_id, timeout_s)
+            said = "%d tickets at %s brought nothing in pipeline.ticket_timeout_s=%g"
+            _log.warning(said, len(late), session.actor_id, timeout_s)
             self.totals["tickets_expired"] += len(late)
             for ticket_id in late:
                 self._ledger.failed(ticket_id, session.actor_id)

@@ -7,15 +7,16 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impala_llm.pipeline.shm import copy_kernels
+from impala_llm.pipeline.shm import copy_kernels, ring
 from impala_llm.pipeline.shm.record import EncodedTrajectory
-from impala_llm.pipeline.shm.ring import ArenaError, ArenaReader, ArenaWriter, RecordTooLarge, Span
+from impala_llm.pipeline.shm.ring import ArenaError, ArenaReader, ArenaWriter, RecordTooLarge, Span, map_new_file
 
 UNIT = 8  # words to which records are aligned: 64 bytes
 
@@ -212,6 +213,25 @@ def test_the_arena_of_a_living_writer_is_not_replaced(path: Path) -> None:
     assert ArenaReader(path, 1).has_writer()
     writer.close()
     ArenaWriter(path, 256, incarnation=2)
+    assert ArenaReader(path, 2).has_writer()
+
+
+def test_of_two_writers_that_start_at_the_same_moment_one_keeps_the_arena(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one looks for a living writer when the first has made its file, and has not locked it."""
+    second: list[ArenaWriter] = []
+
+    def meanwhile(*arguments: Any, **options: Any) -> mmap.mmap:
+        mapping = map_new_file(*arguments, **options)
+        if not second:
+            monkeypatch.setattr(ring, "map_new_file", map_new_file)
+            second.append(ArenaWriter(path, 256, incarnation=2))
+        return mapping
+
+    monkeypatch.setattr(ring, "map_new_file", meanwhile)
+    with pytest.raises(ArenaError, match="another process, which is alive"):
+        ArenaWriter(path, 256, incarnation=1)
     assert ArenaReader(path, 2).has_writer()
 
 

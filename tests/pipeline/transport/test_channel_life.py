@@ -220,6 +220,22 @@ def test_tickets_of_a_batch_that_wait_at_their_actor_are_not_late_while_it_bring
     assert receiver.counters()["tickets_expired"] == 1
 
 
+def test_a_ticket_whose_unrolls_arrive_is_not_late(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0, tick=lambda: None)
+    monkeypatch.setattr(sessions, "ActiveClock", lambda max_gap_s: clock)
+    receiver = pair.receiver(ticket_timeout_s=600.0, heartbeat_timeout_s=1e9)
+    actor = pair.actor(want=2)
+    unrolled, hanging = pair.tickets(actor, 2)
+    actor.request(0)
+    for number in range(2):  # each in less than the time limit, both in more
+        clock.now += 400.0
+        actor.send(make_trajectory(unrolled, episode_id="e", unroll_index=number, continues=True))
+        events = turns_until(lambda: actor.num_unacknowledged == 0, actor)
+    events += turns_until(lambda: hanging not in actor.held, actor)
+    assert messages.Revoked((hanging.ticket_id,)) in events
+    assert actor.held == [unrolled] and receiver.counters()["tickets_expired"] == 1
+
+
 def test_a_grant_that_got_lost_is_sent_again(pair: Pair) -> None:
     peer = pair.peer(pair.receiver(grant_resend_s=0.1))
     peer.request(2)
