@@ -114,7 +114,7 @@ def load(overrides: Sequence[str] = (), left_out: Sequence[str] = ()) -> Config:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
-            words = _hydra_words([word for word in overrides if kind_of(word) is None], left_out)
+            words = _hydra_words(overrides, left_out)
             raw = compose("config", overrides=words)
             if "experiment=file" in words:
                 leave_options_behind(raw, words)
@@ -180,16 +180,20 @@ def present_word(word: str) -> str:
 
 
 def _hydra_words(overrides: Sequence[str], left_out: Sequence[str]) -> list[str]:
-    """The overrides as Hydra takes them: the settings of an `experiment=FILE.yaml` are an experiment of that name."""
+    """The overrides as Hydra takes them, without those of parts, which `choose_part` reads: the settings of an
+    `experiment=FILE.yaml` are an experiment of that name."""
     words = []
-    for word in (word.lstrip("+") for word in overrides):
+    for word in (word.lstrip("+") for word in overrides if kind_of(word) is None):
         key, _, value = word.partition("=")
         if key == "experiment" and Path(value).suffix in (".yaml", ".yml"):
             file = _settings_file(Path(value))
-            _refuse_missing(file, overrides, f"settings file {value}: ")
+            for name, of_name in flat(OmegaConf.to_container(file)):
+                if not isinstance(of_name, dict) and (reason := _of_group(name, known_keys())):
+                    raise ConfigError(f"settings file {value}: {name}={written(of_name)}: {reason}")
             defaults = {"defaults": file.defaults} if "defaults" in file else {}
             ConfigStore.instance().store(group="experiment", name="presets", node=defaults, package="_global_")
             settings = _with_presets(file, overrides, left_out)
+            _refuse_missing(settings, overrides, f"settings file {value}: ")
             ConfigStore.instance().store(group="experiment", name="file", node=settings, package="_global_")
             word = "experiment=file"
         words.append(word)
@@ -368,10 +372,20 @@ def _refuse_bad_values(overrides: Sequence[str]) -> None:
 def _refuse_missing(settings: DictConfig, overrides: Sequence[str], where: str = "") -> None:
     """Refuse settings with `???`, which stands for a value that somebody else gives, where no word gives it: OmegaConf
     would take the default without a word."""
-    given = {word.lstrip("+").partition("=")[0] for word in overrides}
-    for key, value in flat(OmegaConf.to_container(settings)):
-        if value == "???" and key not in given:
-            raise ConfigError(f"{where}{key}=??? needs a value: write it there, or as {key}=VALUE")
+    left_open = {key: value for key, value in flat(OmegaConf.to_container(settings)) if _is_open(value)}
+    if not left_open:
+        return
+    given = {key for word in overrides for key, value in flat(dict([read_word(word)])) if not _is_open(value)}
+    for key, value in left_open.items():
+        kind = kind_of(key)
+        names = {key} if kind is None else {kind.key, f"{kind.key}.name"}
+        # An option of a part is looked at when the part is made, which words may choose.
+        if key in names and not names & given:
+            raise ConfigError(f"{where}{key}={written(value)} needs a value: write it there, or as {key}=VALUE")
+
+
+def _is_open(value: object) -> bool:
+    return value == "???" or (isinstance(value, list) and "???" in value)
 
 
 def _refuse_whole_methods(overrides: Sequence[str]) -> None:
@@ -416,9 +430,6 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
             return unknown_choice(key, value, choices)
         if key not in _groups() and (reason := _of_group(key, known)):
             return f"{key}={value}: {reason}"
-    for key, value in in_file.items():
-        if not isinstance(value, dict) and (reason := _of_group(key, known)):
-            return f"settings file {file}: {key}={written(value)}: {reason}"
     for cause in causes:
         full_key = getattr(cause, "full_key", None)
         # A problem of a word of the command line names the word; any other one is in a file.

@@ -143,6 +143,7 @@ def test_a_name_that_is_too_long_for_a_file_is_refused_as_any_other(key: str):
     [
         ("learner: [1, 2]", ["learner=[1,2]: learner is a group of settings", "learner.num_ranks=1"]),
         ("learner:", ["learner=null: learner is a group of settings"]),
+        ("algorithm: ppo", ["algorithm=ppo: algorithm is a group of settings"]),
         ("env: {webshop: 5}", ["env.webshop=5: env.webshop is a group of settings", "env.webshop.items="]),
         ("engine: {urls: 'http://a:1'}", ["engine.urls=http://a:1 ", "write 'engine.urls=[http://a:1]'"]),
         ("run: {name: '${oc.env:NOT_SET}'}", ["run.name=${oc.env:NOT_SET} ", "'NOT_SET' not found"]),
@@ -154,7 +155,7 @@ def test_a_name_that_is_too_long_for_a_file_is_refused_as_any_other(key: str):
         ("model: {lora: {targets: null}}", ["model.lora.targets=null needs a value: the default is "]),
         (
             "algorithm: {loss: {name: ppo_clip, clip_low: '???'}}",
-            ["algorithm.loss.clip_low=??? needs a value: write it there, or as algorithm.loss.clip_low=VALUE"],
+            ["algorithm.loss.clip_low=??? needs a value: set it"],
         ),
         ("learner:\n  batch_size: ???", ["learner.batch_size=??? needs a value", "as learner.batch_size=VALUE"]),
         ("defaults: [nope]", ["defaults has 'nope'", "override /algorithm: vtrace"]),
@@ -168,9 +169,40 @@ def test_a_bad_setting_of_a_file_is_named_with_file_key_value_and_fix(tmp_path: 
         assert word in str(caught.value)
 
 
-def test_a_value_that_a_file_leaves_open_may_stand_in_a_word(tmp_path: Path):
-    (tmp_path / "my.yaml").write_text("learner:\n  batch_size: ???\n")
-    assert load([f"experiment={tmp_path}/my.yaml", "learner.batch_size=32"]).learner.batch_size == 32
+@pytest.mark.parametrize(
+    ("text", "word", "is_there"),
+    [
+        ("learner:\n  batch_size: ???", "learner.batch_size=16", lambda c: c.learner.batch_size == 16),
+        ("learner:\n  batch_size: ???", "learner={batch_size: 16}", lambda c: c.learner.batch_size == 16),
+        ("algorithm:\n  loss: ???", "algorithm.loss=ppo_clip", lambda c: c.algorithm.loss.name == "ppo_clip"),
+        ("algorithm:\n  loss: ???", "algorithm.loss={name: cispo}", lambda c: c.algorithm.loss.name == "cispo"),
+        ("algorithm:\n  loss: ???", "algorithm=ppo", lambda c: c.algorithm.loss.name == "ppo_clip"),
+        (
+            "algorithm:\n  loss:\n    name: ppo_clip\n    clip_high: ???",
+            "algorithm.loss.clip_high=0.3",
+            lambda c: c.algorithm.loss.clip_high == 0.3,
+        ),
+        ("algorithm:\n  group_size: ???", "algorithm=topr", lambda c: c.algorithm.group_size == 8),
+        ("env:\n  name: ???", "env=corridor", lambda c: c.env.name == "corridor"),
+        ("env:\n  name: ???", "env.name=corridor", lambda c: c.env.name == "corridor"),
+        (
+            "run:\n  metric_writers: ['???']",
+            "run.metric_writers=[tensorboard]",
+            lambda c: c.run.metric_writers == ["tensorboard"],
+        ),
+    ],
+)
+def test_a_value_that_a_file_leaves_open_may_stand_in_a_word(tmp_path: Path, text: str, word: str, is_there):
+    """And is asked for where it does not."""
+    (tmp_path / "my.yaml").write_text(f"{text}\n")
+    assert is_there(load([f"experiment={tmp_path}/my.yaml", word]))
+    with pytest.raises(ConfigError, match=r"my.yaml: .*\?\?\?.* needs a value: "):
+        load([f"experiment={tmp_path}/my.yaml"])
+
+
+def test_what_is_not_read_of_a_file_may_be_left_open(tmp_path: Path):
+    (tmp_path / "my.yaml").write_text("algorithm:\n  group_size: ???\n")
+    assert load([f"experiment={tmp_path}/my.yaml"], left_out=["algorithm."]).algorithm.group_size == 1
 
 
 @pytest.mark.parametrize(
