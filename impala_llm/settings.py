@@ -513,7 +513,7 @@ class ReplayConfig:
     advantage_exponent: float = bounded(0.0, least=0, most=100)
     """α of (|A| + ε)^α; 0: off."""
     rarity_exponent: float = bounded(0.0, least=0, most=100)
-    """β of n^-β, n: how often a task's signature was seen lately; 0: off."""
+    """β of n^-β, n: number of items of the task's signature in the buffer; 0: off."""
     uniform_floor: float = bounded(0.0, least=0, most=1)
     """Share of draws that ignore priority."""
     correction_exponent: float = bounded(0.0, least=0, most=1)
@@ -521,7 +521,7 @@ class ReplayConfig:
     docs/results/off_policy_first.md decided the default."""
     max_replays: int = bounded(1, least=1)
     """Updates that may use a trajectory; 1: each is used once."""
-    samples_per_insert: float = bounded(1.0, least=0.001)
+    samples_per_insert: float = bounded(1.0, least=0.001, most=1000)
     """Reuse: samples drawn per trajectory inserted, on average at most. Below 1, so that some are not used at all, only
     with algorithm.max_staleness=null."""
     max_replayed_share: float | None = bounded(None, least=0, most=1)

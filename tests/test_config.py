@@ -384,6 +384,12 @@ def test_none_is_null_on_the_command_line() -> None:
         (["learner.token_budget=1"], ["learner.token_budget=1", "at least 2"]),
         (["learner.token_budget=most"], ["learner.token_budget=most", "auto", "at least 2"]),
         (["engine.max_new_tokens=4096"], ["engine.max_new_tokens=4096", "lower"]),
+        (["replay.samples_per_insert=inf"], ["replay.samples_per_insert=inf", "1000"]),
+        (["algorithm.loss.positive_low=inf", "algorithm.loss.positive_high=inf"], ["algorithm.loss.positive_low=inf"]),
+        (
+            ["actor.episode_timeout_s=900"],
+            ["pipeline.ticket_timeout_s=600", "actor.episode_timeout_s=900", "set pipeline.ticket_timeout_s=1800"],
+        ),
         (["replay.samples_per_insert=2"], ["replay.samples_per_insert=2", "replay.max_replays"]),
         (
             ["replay.samples_per_insert=0.5"],

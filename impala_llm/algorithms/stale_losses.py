@@ -199,11 +199,11 @@ class TOPR(Loss):
     }
     level: str = one_of("sequence", "token")
     """The ratio is of all tokens of an episode together (sequence) | of a token."""
-    positive_low: float = bounded(1.0, 0)
+    positive_low: float = bounded(1.0, 0, 1e6)
     """Least weight of what has a positive advantage, or none."""
     positive_high: float = bounded(1.0, 0)
     """Largest weight of what has a positive advantage, or none."""
-    negative_low: float = bounded(0.0, 0)
+    negative_low: float = bounded(0.0, 0, 1e6)
     """Least weight of what has a negative advantage."""
     negative_high: float = bounded(1.0, 0)
     """Largest weight of what has a negative advantage."""

@@ -305,8 +305,8 @@ def _pipeline_problems(config: Config) -> list[str]:
     episode_s, ticket_s = config.actor.episode_timeout_s, config.pipeline.ticket_timeout_s
     if ticket_s <= episode_s:
         found.append(
-            f"pipeline.ticket_timeout_s={ticket_s:g} is too short for actor.episode_timeout_s={episode_s:g}: an episode "
-            "that takes as long would be taken from its actor before it ends, and never be learned from; set "
+            f"pipeline.ticket_timeout_s={ticket_s:g} is too short for actor.episode_timeout_s={episode_s:g}: an "
+            "episode that takes as long would be taken from its actor before it ends, and never be learned from; set "
             f"pipeline.ticket_timeout_s={2 * episode_s:g}, or lower actor.episode_timeout_s"
         )
     part = (config.pipeline.arena_mb << 20) // learner.num_ranks

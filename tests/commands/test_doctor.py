@@ -224,6 +224,25 @@ def test_a_single_rank_is_not_told_to_be_fewer(tmp_path: Path, monkeypatch: pyte
     assert "at its start" in problem and "lower learner.num_ranks" not in problem
 
 
+@pytest.mark.parametrize("key", ["algorithm.reference", "algorithm.credit.teacher"])
+def test_a_model_that_the_host_cannot_read_for_its_gpus_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    memory = psutil.virtual_memory()._replace(total=3 * (LAYERS + WHOLE))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    method = "algorithm.kl_coef=0.1" if key == "algorithm.reference" else "algorithm.credit=distillation"
+    words = [
+        "model.path=tiny_shopper",
+        method,
+        f"{key}={save_shapes(tmp_path / 'other')}",
+        "learner.checkpoints_kept=0",
+    ]
+    config = load(["experiment=toy", "actor.num_actors=1", *words])
+    [problem] = doctor.learner_memory(config, {"gpus": [{"name": "a GPU", "gb": 1e3, "error": ""}]}).problems
+    assert f"where a process reads {key}: set {key} to a smaller model, or take more memory" in problem
+
+
 LAYERS, WHOLE = 2 * 1000 * 1000, 2 * 1000 * 500 + 1000
 """Parameters of `save_shapes`: of the layers' matrices, and all others."""
 TINY = sum(t.size for t in load_file(ASSETS / "tiny_shopper" / "model.safetensors").values())

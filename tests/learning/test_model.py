@@ -178,3 +178,14 @@ def test_whole_checkpoints_are_taken_in_bfloat16_too(tmp_path: Path, architectur
     lm = AutoModelForCausalLM.from_pretrained(save_lm(tmp_path / "lm", architecture, tied), dtype=torch.bfloat16)
     lm.save_pretrained(tmp_path / "bfloat16")
     assert PolicyModel.from_pretrained(tmp_path / "bfloat16").lm.dtype == torch.float32
+
+
+def test_weights_do_not_change_with_the_file_that_they_came_from(tmp_path: Path) -> None:
+    """A file in float32 would be mapped: copying another model over it would replace what was trained."""
+    file = save_lm(tmp_path) / "model.safetensors"
+    model = PolicyModel.from_pretrained(tmp_path)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with file.open("r+b") as opened:
+        opened.write(bytes(file.stat().st_size))
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]), name

@@ -96,6 +96,9 @@ class PolicyModel(nn.Module):
             ModelRefused: files are damaged or lack weights, or the model is not written for packed rows.
         """
         lm = load_whole(directory, key, dtype=torch.float32, attn_implementation=SEGMENTS)
+        # Weights that are float32 in the file are mapped from it, and would change with it, trained ones too.
+        for tensor in [*lm.parameters(), *lm.buffers()]:
+            tensor.data = tensor.data.clone()
         model = cls(lm, value_hidden_size, value_trunk_gradient)
         saved = directory / VALUE_HEAD_FILE
         if saved.is_file() and not model.load_value_head(content := saved.read_bytes()):
