@@ -39,6 +39,7 @@ from impala_llm.part_settings import (
     kinds,
     leave_options_behind,
     part_values,
+    without_value,
 )
 from impala_llm.part_signatures import escaped, list_expected, plain, type_expected
 from impala_llm.plugs import (
@@ -193,7 +194,8 @@ def _hydra_words(overrides: Sequence[str], left_out: Sequence[str]) -> list[str]
             defaults = {"defaults": file.defaults} if "defaults" in file else {}
             ConfigStore.instance().store(group="experiment", name="presets", node=defaults, package="_global_")
             settings = _with_presets(file, overrides, left_out)
-            _refuse_missing(settings, overrides, f"settings file {value}: ")
+            if missing := without_value(settings, overrides):
+                raise ConfigError(f"settings file {value}: {missing}")
             ConfigStore.instance().store(group="experiment", name="file", node=settings, package="_global_")
             word = "experiment=file"
         words.append(word)
@@ -361,31 +363,12 @@ def _refuse_bad_values(overrides: Sequence[str]) -> None:
         try:
             key, value = read_word(word) if "${" in word or "???" in word else ("", "")
             setting = OmegaConf.create({key: value})
-            if isinstance(value, dict):
-                _refuse_missing(setting, overrides)
+            if isinstance(value, dict) and (missing := without_value(setting, overrides)):
+                raise ConfigError(missing)
         except GrammarParseError:
             raise ConfigError(_unresolved(word, _NO_REFERENCE)) from None
         except HydraException:
             continue
-
-
-def _refuse_missing(settings: DictConfig, overrides: Sequence[str], where: str = "") -> None:
-    """Refuse settings with `???`, which stands for a value that somebody else gives, where no word gives it: OmegaConf
-    would take the default without a word."""
-    left_open = {key: value for key, value in flat(OmegaConf.to_container(settings)) if _is_open(value)}
-    if not left_open:
-        return
-    given = {key for word in overrides for key, value in flat(dict([read_word(word)])) if not _is_open(value)}
-    for key, value in left_open.items():
-        kind = kind_of(key)
-        names = {key} if kind is None else {kind.key, f"{kind.key}.name"}
-        # An option of a part is looked at when the part is made, which words may choose.
-        if key in names and not names & given:
-            raise ConfigError(f"{where}{key}={written(value)} needs a value: write it there, or as {key}=VALUE")
-
-
-def _is_open(value: object) -> bool:
-    return value == "???" or (isinstance(value, list) and "???" in value)
 
 
 def _refuse_whole_methods(overrides: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from impala_llm.plugs import ENGINES, ENVIRONMENTS, PartKind, option_values, read_word, short_name
+from impala_llm.settings import written
 
 
 @cache
@@ -149,6 +150,24 @@ def flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def without_value(settings: DictConfig, words: Sequence[str]) -> str:
+    """Return a sentence on a setting that is `???`, a value that somebody else is to give, where no word gives it, and
+    OmegaConf would take the default; "" where there is none. Options of a part are looked at when it is made."""
+    missing = {key: value for key, value in flat(as_plain(settings)) if _is_missing(value)}
+    read = map(read_word, words if missing else ())
+    given = {key for word in read for key, value in flat(dict([word])) if not _is_missing(value)}
+    for key, value in missing.items():
+        kind = kind_of(key)
+        names = {key} if kind is None else {kind.key, f"{kind.key}.name"}
+        if key in names and not names & given:
+            return f"{key}={written(value)} needs a value: write it there, or as {key}=VALUE"
+    return ""
+
+
+def _is_missing(value: object) -> bool:
+    return value == "???" or (isinstance(value, list) and "???" in value)
 
 
 def culprit(raw: DictConfig, error: OmegaConfBaseException) -> tuple[str, Any]:

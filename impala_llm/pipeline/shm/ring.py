@@ -86,7 +86,8 @@ def map_new_file(path: Path, num_bytes: int, advice: str, replace: bool = True) 
     """Create and map a file of mode 0600, its pages reserved and resident.
 
     Args:
-        num_bytes: size of the file.
+        path: of the file.
+        num_bytes: its size.
         advice: end of the error message, a sentence that says what to do.
         replace: whether a file that exists already is replaced; processes that have mapped it keep the old one.
 
