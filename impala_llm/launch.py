@@ -409,17 +409,18 @@ def _print(text: object) -> None:
 
 
 def _show(child: Child, view: TerminalView) -> None:
-    """Show the messages of a process."""
+    """Show the messages of a process. Others are passed over: other code in it may write to its pipe."""
     for message in child.receive():
         match message:
             case {"say": text}:
                 _print(text)
-            case {"wait": missing}:
+            case {"wait": str(missing)}:
                 view.wait(missing)
-            case {"compute": [step, num_done, num_tokens]}:
+            case {"compute": [int(step), int(num_done), int(num_tokens)]}:
                 view.compute(step, num_done, num_tokens)
-            case {"update": [step, metrics, progress]}:
-                view.update(step, metrics, progress)
+            case {"update": [int(step), dict(metrics), int() | float() | None as progress]}:
+                numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+                view.update(step, numbers, progress)
 
 
 def main(argv: Sequence[str]) -> int:

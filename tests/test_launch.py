@@ -2,6 +2,7 @@
 no process."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -365,6 +366,25 @@ def test_what_actors_say_is_shown(
     for supervise in (launch.supervise, launch.supervise_actors):
         assert supervise(load(words), words) == 0
         assert "a server is waited for" in capsys.readouterr().out.splitlines()
+
+
+def test_what_other_code_writes_into_the_pipe_of_a_process_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A JSON object with the right names and values of other types."""
+
+    class Learner(PlayedChild):
+        def receive(self) -> list[dict[str, Any]]:
+            return [
+                *({"update": [1, 2, 3]}, {"update": ["1", {}, None]}, {"update": [1, {}, "x"]}),
+                *({"compute": ["a", "b", "c"]}, {"wait": 3}),
+                {"update": [7, {"rollout/window_score": "x", "progress/seconds": None, "actor/connected": 5}, 0.5]},
+            ]
+
+    monkeypatch.setattr(launch, "plan", lambda *_: [Learner(launch.STOPPED)])
+    words = ["experiment=toy", f"run.name=test-{uuid.uuid4().hex}", f"run.dir={tmp_path / 'run'}"]
+    assert launch.supervise(load(words), words) == 0
+    assert re.search(r"update 7 \(50%\).* actors 5 .* score - ", capsys.readouterr().out)
 
 
 def test_standard_output_on_a_full_disk_ends_no_run_and_leaves_its_exit_code(

@@ -9,6 +9,8 @@ import psutil
 
 from impala_llm.engines.base import EngineStats
 
+_COUNTERS = ("decode_tokens", "prefill_tokens", "busy_seconds")
+
 
 class RunningEpisodes(UserDict[int, asyncio.Task[None]]):
     """Episodes under way, by ticket, and how long they have run."""
@@ -59,7 +61,8 @@ class Reporter:
     def metrics(self, stats: EngineStats, actor: Playing) -> dict[str, float]:
         now = time.monotonic()
         # An engine that was made anew counts from 0 again.
-        last = self.last if stats.busy_seconds >= self.last.busy_seconds else EngineStats()
+        is_new = any(getattr(stats, name) < getattr(self.last, name) for name in _COUNTERS)
+        last = EngineStats() if is_new else self.last
         seconds, self.last, self.at = now - self.at, stats, now
         # Not the number of now: short episodes may all have ended when a heartbeat is due.
         before, self.episode_seconds = self.episode_seconds, actor.running.seconds()

@@ -17,18 +17,15 @@ _SHARED = (
 """Settings, and beginnings of settings, that both sides must have in common."""
 _LONGEST = 200
 """Characters of a value; a longer one is represented by its checksum."""
+_PATH = "/"
+"""Stands for a value that may be a path: no other value has a slash."""
 _SHOWN = 3
 """Settings that a refusal names."""
 
 
 def shared_settings(config: Config) -> dict[str, str]:
-    """Return their values as texts, by key. What may be a path is left out, as it may be another on each host."""
-    texts = {key: written(value) for key, value in _flat("", dict(leaves(config))) if key.startswith(_SHARED)}
-    return {
-        key: text if len(text) <= _LONGEST else f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        for key, text in texts.items()
-        if "/" not in text
-    }
+    """Return their values as texts, by key. What may be a path, and so another on each host, is only marked."""
+    return {key: _text(written(value)) for key, value in _flat("", dict(leaves(config))) if key.startswith(_SHARED)}
 
 
 def difference(learners: Mapping[str, str], actors: Mapping[str, str], actor: str) -> str:
@@ -42,7 +39,8 @@ def difference(learners: Mapping[str, str], actors: Mapping[str, str], actor: st
     Returns:
         A sentence on the settings that differ, with what to do; "" where none does.
     """
-    different = [key for key in {**learners, **actors} if learners.get(key) != actors.get(key)]
+    pairs = {key: (learners.get(key), actors.get(key)) for key in {**learners, **actors}}
+    different = [key for key, (one, other) in pairs.items() if one != other and _PATH not in (one, other)]
     if not different:
         return ""
     values = [
@@ -51,6 +49,12 @@ def difference(learners: Mapping[str, str], actors: Mapping[str, str], actor: st
     ]
     more = f", and {len(different) - _SHOWN} other settings differ" if len(different) > _SHOWN else ""
     return f"{'; '.join(values)}{more}: start the actors with the settings of the learner, as its config.yaml has them"
+
+
+def _text(value: str) -> str:
+    if "/" in value:
+        return _PATH
+    return value if len(value) <= _LONGEST else f"sha256 {hashlib.sha256(value.encode()).hexdigest()[:16]}"
 
 
 def _flat(prefix: str, node: Mapping[object, object]) -> Iterator[tuple[str, object]]:

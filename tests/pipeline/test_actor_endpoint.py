@@ -157,7 +157,15 @@ def test_what_may_differ_from_host_to_host_is_not_compared() -> None:
     config = load(WORDS)
     config.env.args = {"path": "/host/tasks", "text": "x" * 300, "of": {"depth": 2}}
     found = shared_settings(config)
-    assert "env.args.path" not in found and found["env.args.of.depth"] == "2"
+    assert found["env.args.of.depth"] == "2" and "/host/tasks" not in found.values()
+    for other in ("tasks", "/elsewhere/tasks"):  # a path at one side alone is none at the other by accident
+        config.env.args["path"] = other
+        others = shared_settings(config)
+        assert difference(found, others, "actor-0") == difference(others, found, "actor-0") == ""
+    del others["env.args.path"]
+    assert difference(found, others, "actor-0") == difference(others, found, "actor-0") == ""
+    del others["env.args.of.depth"]
+    assert "env.args.of.depth is 2 at the learner and not set at actor-0" in difference(found, others, "actor-0")
     assert found["env.args.text"].startswith("sha256 ")
     assert "and 4 other settings differ" in difference({}, dict.fromkeys("abcdefg", "1"), "actor-0")
 

@@ -77,7 +77,7 @@ def index_is_free(folder: Path, name: str) -> bool:
 
 
 def download_is_free(folder: Path, name: str) -> bool:
-    Download(folder, Contents(1, 1, 100, 1, (), ()), 10).close()
+    Download(folder, Contents(1, 1, 100, 1, (), ())).close()
     return True
 
 
@@ -122,7 +122,7 @@ HELD = {
     ),
     "download": Held(
         "from impala_llm.pipeline.weights.relay_download import Contents, Download\n"
-        "download = Download(folder, Contents(1, 1, 100, 1, (), ()), 10); fork()",
+        "download = Download(folder, Contents(1, 1, 100, 1, (), ())); fork()",
         download_is_free,
     ),
 }

@@ -138,14 +138,11 @@ class Continuation:
         log_probs = [self._check_pair(token, pair) for token, pair in zip(ids, pairs, strict=True)]
         if len(self.tokens) + len(ids) > self.limit:
             raise self._broken(f"it has {len(self.tokens) + len(ids)} tokens, at most {self.limit} were asked for")
-        label = _version(version)
-        if label is None or label < self._lowest_version:
-            raise ServerLost(
-                f"it serves weights of version {version!r:.80} after it was given {self._lowest_version}:"
-                " it was restarted, or another client changes its weights"
-            )
+        label = self._check_label(version)
         # Only the last piece has them, and none where a request was aborted before it was begun.
         versions = None if reason is None or (kind == "abort" and spans is None) else self._spans(spans, total)
+        if versions:
+            self._check_label(str(min(versions)))
         self.tokens += ids
         self.log_probs += log_probs
         if versions is None:
@@ -200,6 +197,15 @@ class Continuation:
         if type(logprob) not in (int, float) or not _LOWEST <= logprob <= _ROUNDING:
             raise self._broken(f"token {token} has log-probability {logprob!r:.80}: a finite number <= 0 is expected")
         return min(float(logprob), 0.0)
+
+    def _check_label(self, label: object) -> int:
+        version = _version(label)
+        if version is None or version < self._lowest_version:
+            raise ServerLost(
+                f"it serves weights of version {label!r:.80} after it was given {self._lowest_version}:"
+                " it was restarted, or another client changes its weights"
+            )
+        return version
 
     def _spans(self, spans: object, total: int) -> list[int]:
         if not isinstance(spans, list):

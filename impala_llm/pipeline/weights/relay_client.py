@@ -6,6 +6,9 @@ chunk; a new relay begins it anew. The server keeps a version while it is being 
 are skipped; a version that was overwritten nevertheless is dropped.
 
     loop:  newest?  ->  contents of it  ->  chunks, some of them asked for at a time  ->  verify, publish locally
+
+Over a slow network no chunk may arrive before the answer counts as overdue, or ZeroMQ's heartbeat does. So half as much
+is asked for at a time whenever one was overdue, and twice as much once there is ample time.
 """
 
 from __future__ import annotations
@@ -44,7 +47,11 @@ from impala_llm.processes.limited_warnings import RateLimitedWarnings
 
 _POLL_S = 0.1
 _WINDOW = 4
-"""Requests for chunks without an answer at a time."""
+"""Requests for chunks without an answer at a time, at most."""
+_LEAST_BYTES = 64 << 10
+"""Bytes that are asked for at a time at least."""
+_AMPLE = 8
+"""Part of the time for an answer in which what is asked for at a time must arrive before it is doubled: 1 / _AMPLE."""
 
 
 @contextmanager
@@ -74,7 +81,7 @@ class WeightRelay(RelayThread):
         directory: of this host's board.
         make_socket: returns a DEALER socket connected to the learner's weight server; called at first and whenever an
             answer is overdue, in the thread that works.
-        chunk_bytes: size of a request, `relay_messages.MAX_CHUNK_BYTES` at most.
+        chunk_bytes: largest size of a request, `relay_messages.MAX_CHUNK_BYTES` at most.
         answer_s: seconds to wait for an answer before the connection is made anew.
         poll_s: seconds between two requests for the newest version.
         monotonic: source of time, in seconds.
@@ -94,6 +101,8 @@ class WeightRelay(RelayThread):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._make_socket = make_socket
         self._chunk_bytes = chunk_bytes
+        self._bytes_at_once = _WINDOW * chunk_bytes
+        """Bytes of chunks to ask for at a time."""
         self._answer_s = answer_s
         self._poll_s = poll_s
         self._monotonic = monotonic
@@ -103,6 +112,7 @@ class WeightRelay(RelayThread):
         self._publisher: WeightPublisher | None = None
         self._files: dict[str, bytes] = {}
         self._warnings = RateLimitedWarnings()
+        self._has_answered = False
         self._is_silent = False
         """Whether the log has reported that the server does not answer, and it has not answered since."""
 
@@ -132,7 +142,7 @@ class WeightRelay(RelayThread):
         contents = self._ask(ManifestRequest(self._number(), latest.version, have))
         if not isinstance(contents, Contents) or not have < contents.version <= latest.version:
             return None
-        with closing(Download(self._directory, contents, self._chunk_bytes)) as download:
+        with closing(Download(self._directory, contents)) as download:
             if not download.is_whole() and not self._fetch(download):
                 return None
             try:
@@ -160,19 +170,25 @@ class WeightRelay(RelayThread):
         asked: dict[int, FileChunk] = {}
         version = download.contents.version
         while waiting or asked:
-            while waiting and len(asked) < _WINDOW:
+            size = min(self._chunk_bytes, self._bytes_at_once)
+            while waiting and len(asked) < self._bytes_at_once // size:
                 chunk = waiting.pop()
+                if chunk.length > size:
+                    chunk, rest = chunk.split(size)
+                    waiting.append(rest)
                 number = self._number()
                 request = ChunkRequest(number, version, chunk.name, chunk.offset, chunk.length)
                 if not self._send(request):
                     waiting.append(chunk)
                     break
                 asked[number] = chunk
-            received = self._receive(self._monotonic() + self._answer_s)
+            waiting_since = self._monotonic()
+            received = self._receive(waiting_since + self._answer_s)
             if received is None:
                 if self._stop.is_set():
                     return False
                 self._reconnect()
+                self._bytes_at_once = max(self._bytes_at_once // 2, min(_LEAST_BYTES, self._chunk_bytes))
                 waiting.extend(reversed(asked.values()))
                 asked.clear()
                 continue
@@ -184,6 +200,9 @@ class WeightRelay(RelayThread):
             chunk = asked.pop(reply.request)
             if isinstance(reply, WeightsChunk) and len(data) == chunk.length:
                 download.put(chunk, data)
+                all_s = (self._monotonic() - waiting_since) * self._bytes_at_once / chunk.length
+                if all_s < self._answer_s / _AMPLE:
+                    self._bytes_at_once = min(2 * self._bytes_at_once, _WINDOW * self._chunk_bytes)
                 continue
             self._warnings.log("a chunk arrived damaged, it is asked for again", f"{chunk}: {len(data)} bytes")
             waiting.append(chunk)
@@ -219,7 +238,7 @@ class WeightRelay(RelayThread):
                 reply = decode_reply(frames[0])
                 if len(frames) != (2 if isinstance(reply, WeightsChunk) else 1):
                     raise RelayWireError(f"{type(reply).__name__} in {len(frames)} frames")
-                self._is_silent = False
+                self._has_answered, self._is_silent = True, False
                 return reply, frames[-1]
             except RelayWireError as error:
                 self._warnings.log("malformed answer of the weight server", str(error))
@@ -234,12 +253,19 @@ class WeightRelay(RelayThread):
         if self._is_silent:
             return
         self._is_silent = True
-        self._warnings.log(
-            "the weight server does not answer",
-            "connecting anew until it does; if that goes on: are address and port of pipeline.connect those of "
-            "pipeline.bind on the learner's host, is learner.num_ranks that of the learner (by it the port is found), "
-            "and is the key in pipeline.keys among those authorised there?",
-        )
+        if self._has_answered:
+            bytes_per_s = min(self._chunk_bytes, self._bytes_at_once) / self._answer_s
+            cause = (
+                f"it did before: the learner is down, or the network is slower than {bytes_per_s:,.0f} bytes/s: then "
+                "less is asked for at a time"
+            )
+        else:
+            cause = (
+                "if that goes on: are address and port of pipeline.connect those of pipeline.bind on the learner's "
+                "host, is learner.num_ranks that of the learner (by it the port is found), and is the key in "
+                "pipeline.keys among those authorised there?"
+            )
+        self._warnings.log("the weight server does not answer", f"connecting anew until it does; {cause}")
 
     def _release(self) -> None:
         if self._socket is not None:

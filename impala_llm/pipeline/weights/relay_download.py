@@ -10,7 +10,7 @@ import fcntl
 import mmap
 import os
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,11 @@ class FileChunk:
     length: int
     position: int
 
+    def split(self, num_bytes: int) -> tuple[FileChunk, FileChunk]:
+        """Return its first bytes, and the rest."""
+        rest = {name: getattr(self, name) + num_bytes for name in ("offset", "position")}
+        return replace(self, length=num_bytes), replace(self, length=self.length - num_bytes, **rest)
+
 
 class Download:
     """Memory for one version. A directory has one at a time.
@@ -41,13 +46,12 @@ class Download:
     Args:
         directory: of the local board.
         contents: the server's description of the version.
-        chunk_bytes: size of all chunks but the last of a file.
 
     Raises:
         WeightsError: memory is short, or another relay uses the directory.
     """
 
-    def __init__(self, directory: Path, contents: Contents, chunk_bytes: int) -> None:
+    def __init__(self, directory: Path, contents: Contents) -> None:
         self.contents = contents
         self._source = directory / _DOWNLOAD
         sizes = {WEIGHTS_FILE: contents.num_bytes, **{name: size for name, size, _ in contents.files}}
@@ -57,12 +61,11 @@ class Download:
             raise WeightsError(f"version {contents.version} has {total} bytes: more than all of {directory} can hold")
         self._sections: dict[str, tuple[int, int]] = {}
         self.chunks: list[FileChunk] = []
-        """In order."""
+        """All files that are not empty, in order, each as one chunk."""
         position = 0
         for name, size in sizes.items():
-            for offset in range(0, size, chunk_bytes):
-                length = min(chunk_bytes, size - offset)
-                self.chunks.append(FileChunk(name, offset, length, position + offset))
+            if size:
+                self.chunks.append(FileChunk(name, 0, size, position))
             self._sections[name] = (position, position + size)
             position += size
         with ExitStack() as opened:

@@ -261,6 +261,26 @@ def test_a_server_that_forgot_its_weights_gets_them_before_its_next_traffic(tmp_
     run(test)
 
 
+def test_a_server_of_which_only_the_spans_tell_older_weights_counts_as_lost(tmp_path):
+    async def test():
+        fake = FakeServer()
+
+        def change(piece: dict, number: int) -> None:
+            if number == 2 and len(fake.loaded) == 1:  # another client has loaded 3, then 9
+                fake.label = piece["meta_info"]["weight_version"] = "9"
+                spans(("7", 0, 2), ("3", 2, 4), ("9", 4, 9))(piece, number)
+
+        async with running(fake) as engine:
+            directory = weights(tmp_path / "w")
+            await engine.load_weights(directory, 7)
+            fake.change = change
+            completion = await engine.generate("a", [1, 2], SamplingParams(max_new_tokens=9))
+            check_tokens([1, 2], completion)
+            assert set(completion.versions.tolist()) == {7} and fake.loaded == [directory] * 2 and engine.restarts == 1
+
+    run(test)
+
+
 def test_a_handshake_takes_the_newest_weights_of_the_source(tmp_path):
     async def test():
         fake = FakeServer()
@@ -501,7 +521,7 @@ def test_a_server_with_a_key_is_shown_it():
         completion = await engine.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=6))
         check_tokens([1, 2, 3], completion)
         await engine.close()
-        with pytest.raises(EngineError, match="answered 401: Unauthorized"):
+        with pytest.raises(EngineError, match="answered 401, it asks for a key: Unauthorized"):
             await RemoteServer(fake.url, timeout_s=0.1).start()
         await fake.server.close()
 

@@ -85,7 +85,11 @@ class Host:
         return newest
 
     def relay(
-        self, make_socket: Callable[[], object] | None = None, answer_s: float = 20.0, folder: str = "relay"
+        self,
+        make_socket: Callable[[], object] | None = None,
+        answer_s: float = 20.0,
+        folder: str = "relay",
+        chunk_bytes: int = CHUNK,
     ) -> WeightRelay:
         def count(frames: list[bytes]) -> list[list[bytes]]:
             self.chunk_bytes += sum(map(len, frames[1:]))
@@ -98,7 +102,7 @@ class Host:
         relay = WeightRelay(
             self.folder / folder,
             counted,  # type: ignore[arg-type]
-            chunk_bytes=CHUNK,
+            chunk_bytes=chunk_bytes,
             answer_s=answer_s,
             poll_s=0.01,
             monotonic=self.monotonic,
@@ -106,12 +110,12 @@ class Host:
         self.relays.append(relay)
         return relay
 
-    def assert_has(self, version: int) -> None:
+    def assert_has(self, version: int, size: int = 5000) -> None:
         with self.here.lease() as lease:
             assert lease.version == version
             read = lease.tensors()
             assert {name: (*value[:2], value[2].tobytes()) for name, value in read.items()} == {
-                name: (*value[:2], value[2].tobytes()) for name, value in make_tensors(version).items()
+                name: (*value[:2], value[2].tobytes()) for name, value in make_tensors(version, size).items()
             }
             assert {path.name: path.read_bytes() for path in lease.path.iterdir() if path.name in FILES} == FILES
 
@@ -517,8 +521,37 @@ def test_the_silence_of_a_server_is_said_once_each_time(
         is_silent = True
         assert [relay.turn() for _ in range(3)] == [None] * 3
         assert caplog.text.count("the weight server does not answer") == num_times
+        assert caplog.text.count("pipeline.connect") == 1, "it is right once the server has answered"
         is_silent = False
         assert relay.turn() == (0 if num_times == 1 else None)
+
+
+def test_over_a_slow_network_less_is_asked_for_at_a_time_until_it_is_fast_again(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    size, bytes_per_s, answer_s, sizes = 700_000, 10_000, 20.0, []
+
+    def through(frames: list[bytes]) -> list[list[bytes]]:
+        taken_s = sum(map(len, frames)) / bytes_per_s
+        host.skipped += min(taken_s, answer_s)
+        if taken_s >= answer_s:
+            return []
+        sizes.extend(map(len, frames[1:]))
+        return [frames]
+
+    relay = host.relay(lambda: Cable(host.connect(), through), answer_s, chunk_bytes=1 << 20)
+    host.publisher.publish(make_tensors(0, size), 0)
+    assert relay.turn() == 0
+    host.assert_has(0, size)
+    assert host.chunk_bytes == host.total_bytes() and max(sizes) == 1 << 17
+    assert host.num_connections == 6, "at 4 MiB, 2 MiB, 1 MiB, 512 KiB and 256 KiB it was overdue"
+    assert "the network is slower than" in caplog.text and "pipeline.connect" not in caplog.text
+    bytes_per_s = 1 << 30
+    sizes.clear()
+    host.publisher.publish(make_tensors(1, size), 1)
+    assert relay.turn() == 1
+    host.assert_has(1, size)
+    assert max(sizes) == 1 << 20 and host.num_connections == 6
 
 
 def test_the_server_outlives_what_is_no_request(host: Host) -> None:

@@ -35,16 +35,16 @@ def make_contents(**changes: object) -> Contents:
 
 def test_sizes_that_cannot_be_are_an_error_and_no_memory(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="more than all of"):
-        Download(tmp_path, make_contents(num_bytes=2**62), 1)
+        Download(tmp_path, make_contents(num_bytes=2**62))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_two_relays_on_a_host_are_an_error(tmp_path: Path) -> None:
-    with contextlib.closing(Download(tmp_path, make_contents(), 1000)) as download:
-        assert len(download.chunks) == 3
+    with contextlib.closing(Download(tmp_path, make_contents())) as download:
+        assert [chunk.length for chunk in download.chunks] == [3000]
         with pytest.raises(WeightsError, match="one relay a host"):
-            Download(tmp_path, make_contents(), 1000)
-    Download(tmp_path, make_contents(), 1000).close()
+            Download(tmp_path, make_contents())
+    Download(tmp_path, make_contents()).close()
 
 
 @pytest.mark.parametrize(
