@@ -90,7 +90,8 @@ class EnvironmentFaults:
         kind = f"{type(error).__name__}, {type(cause).__name__}{raised_at(cause) or raised_at(error)}"
         if kind not in self._seen:
             self._seen.add(kind)
-            traceback.print_exception(error)
+            with suppress(OSError, ValueError):  # of a full disk, or a stream that is closed: the fault counts
+                traceback.print_exception(error)
         return min(self.MAX_DELAY_S, 0.1 * self.num_in_a_row)
 
     @property

@@ -35,6 +35,7 @@ from impala_llm.pipeline.shm.run_directory import RunDirectory, RunDirectoryErro
 from impala_llm.pipeline.weights.relay_client import relay_weights
 from impala_llm.processes.child_processes import FAMILY, Child, end, exit_reason, keep_alive, say
 from impala_llm.processes.fork_server import ForkServer, can_fork
+from impala_llm.processes.module_process import python_path
 from impala_llm.processes.supervised import ALLOCATOR, HUGE_PAGES, LOST_OWNER, NOT_SAVED, SUPERVISED, signal_name
 from impala_llm.settings import PACKAGE, Config
 
@@ -116,7 +117,7 @@ def child_environment(config: Config, gpus: Sequence[str]) -> dict[str, str]:
         "TQDM_DISABLE": "1",  # logs are read line by line
         **ALLOCATOR,
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
-        "PYTHONPATH": os.pathsep.join(p for p in (str(PACKAGE.parent), os.environ.get("PYTHONPATH")) if p),
+        **python_path(),
         FAMILY: uuid.uuid4().hex,
         # Activation checkpointing gives memory back every few layers: then it is taken anew in pages of 2 MB.
         **({HUGE_PAGES: "1"} if config.learner.activation_checkpointing else {}),

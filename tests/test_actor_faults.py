@@ -1,10 +1,13 @@
 """Environments that fail again and again: printed once, answered slowly, ended in the end; engines that begin anew."""
 
 import asyncio
+import io
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -253,6 +256,21 @@ def test_the_first_fault_of_each_kind_is_printed_with_its_traceback(capsys: pyte
     assert "has no attribute 'reset'" in capsys.readouterr().err
 
 
+class Unwritable(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError("No space left on device")
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_fault_that_cannot_be_printed_counts_all_the_same(is_closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = EnvironmentFaults(20.0)
+    stream = io.StringIO() if is_closed else Unwritable()
+    if is_closed:
+        stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert faults.observe(fault()) > 0 and faults.num_in_a_row == 1
+
+
 def test_a_cause_without_a_traceback_is_a_fault_as_others(capsys: pytest.CaptureFixture[str]) -> None:
     faults = EnvironmentFaults(20.0)
     remote = ConnectionError("no sandbox is free")
@@ -285,13 +303,21 @@ def test_running_episodes_are_the_mean_between_two_reports(monkeypatch: pytest.M
     assert reporter.metrics(EngineStats(), actor)["actor/running_episodes"] == 0.25
 
 
-def test_rates_of_an_engine_that_was_made_anew_count_from_its_start() -> None:
-    """Its counters are below those of the engine before it."""
+@pytest.mark.parametrize("fallen", ["decode_tokens", "prefill_tokens", "busy_seconds"])
+def test_rates_of_an_engine_that_was_made_anew_count_from_its_start(
+    fallen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of its counters at least is below that of the engine before it."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     actor = measured_actor()
-    reporter = Reporter(EngineStats(decode_tokens=1000, prefill_tokens=1000, busy_seconds=100.0))
-    metrics = reporter.metrics(EngineStats(decode_tokens=10, prefill_tokens=10, busy_seconds=0.0), actor)
-    assert metrics["actor/idle_share"] == 1.0
-    assert metrics["actor/generated_tokens_per_s"] > 0 and metrics["actor/prefill_tokens_per_s"] > 0
+    reporter = Reporter(EngineStats(decode_tokens=100, prefill_tokens=100, busy_seconds=100.0))
+    now = 1100.0
+    stats = replace(EngineStats(decode_tokens=1000, prefill_tokens=1000, busy_seconds=1000.0), **{fallen: 50})
+    metrics = reporter.metrics(stats, actor)
+    assert metrics["actor/generated_tokens_per_s"] == stats.decode_tokens / 1000
+    assert metrics["actor/prefill_tokens_per_s"] == stats.prefill_tokens / 1000
+    assert metrics["actor/idle_share"] == 1 - stats.busy_seconds / 1000
 
 
 def test_restarts_of_engines_are_counted_on_where_another_engine_takes_the_place_of_one() -> None:

@@ -63,6 +63,9 @@ class GymnasiumSuite:
             raise ValueError(f"env.args.id={options.id} takes neither a discrete action nor a text: wrap it")
         if options.actions and len(options.actions) != self.num_actions:
             raise ValueError(f"env.args.actions has {len(options.actions)} names: {self.num_actions} are needed")
+        names = [name.lower() for name in options.actions]  # as answers are read
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"env.args.actions has {twice[0]!r} twice: give each action a name of its own")
         numbers = {str(k): k for k in range(self.first, self.first + (self.num_actions or 0))}
         self.actions = [*options.actions] or [*numbers]
         self._choices = numbers | {name.lower(): k for k, name in enumerate(self.actions, self.first)}

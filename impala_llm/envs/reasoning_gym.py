@@ -24,12 +24,14 @@ EVALUATED = frozenset(
     {
         *("binary_matrix", "composite", "countdown", "intermediate_integration", "n_queens"),
         *("polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
-        "coin_flip",
+        *("coin_flip", "propositional_logic", "rubiks_cube", "rush_hour"),
     }
 )
 """Datasets whose scorers run the answer as Python, by `eval` or sympy's `parse_expr`: an answer such as `exit()`, or
-`9**9**9**9`, would end or stop its actor. They are scored in a process of their own. So is coin_flip, which makes a
-fraction of the answer: 1e999999999 is one of a milliard digits."""
+`9**9**9**9`, would end or stop its actor. They are scored in a process of their own. So are those whose scorers take
+hours, or all memory, for a short answer: coin_flip makes a fraction of it (1e999999999 is one of a milliard digits),
+propositional_logic a table of all values of its names, of which lower-case ones are not checked, rubiks_cube a list of
+all turns (R99999999), and rush_hour takes each step of a move (A+999999999)."""
 
 FROM_SETS = frozenset(
     {

@@ -23,12 +23,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
 from types import MappingProxyType
 from typing import IO, Any, BinaryIO
 
 from impala_llm.plugs import VERIFIERS, load
+from impala_llm.processes.module_process import module_command, python_path
 from impala_llm.processes.supervised import start_with_pipe
 
 _START_TIMEOUT_S = 120.0
@@ -37,6 +41,10 @@ _MOST_REPLY_BYTES = 1 << 20
 
 class ScoringError(RuntimeError):
     """An answer could not be scored."""
+
+
+class ScorerNotStarted(ScoringError):
+    """The process did not start, so that no answer could have a score."""
 
 
 class _StrayReply(ScoringError):
@@ -66,10 +74,10 @@ class ScoringProcess:
     ) -> None:
         limit = [] if memory_gib is None else [str(memory_gib)]
         self._arguments = [verifier, str(timeout_s), *limit]
-        self._timeout_s = timeout_s
+        self._verifier, self._timeout_s = verifier, timeout_s
         self._example = None if example is None else _request("", *example)
-        # Its one thread scores; answers that wait for their turn hold none of the event loop's own.
-        self._thread = ThreadPoolExecutor(1, "scoring")
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._replies: BinaryIO | None = None
 
@@ -80,14 +88,27 @@ class ScoringProcess:
             task, arguments: what the verifier gets beside the answer; of plain values, since they go as JSON.
 
         Raises:
+            ScorerNotStarted: its process did not start.
             ScoringError: the verifier raised, took too long, or its process has died.
         """
         request = _request(answer, task, arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, request)
+        score: float = await asyncio.wrap_future(self._submit(partial(self._ask, request)))
+        return score
 
     def close(self) -> None:
         """End the process."""
-        self._thread.submit(self._end).result()
+        self._submit(self._end).result()
+
+    def _submit(self, call: Callable[[], Any]) -> "Future[Any]":
+        """Have the one thread make a call: answers that wait for their turn hold none of the event loop's own."""
+        if self._thread is None:
+            # A daemon: the end of the interpreter waits for the threads of an executor, and so for one that hangs.
+            self._thread = threading.Thread(target=_make_calls, args=(self._calls,), name="scoring", daemon=True)
+            self._thread.start()
+            weakref.finalize(self, self._calls.put, None)
+        future: Future[Any] = Future()
+        self._calls.put((future, call))
+        return future
 
     def _ask(self, request: bytes) -> float:
         try:
@@ -107,11 +128,19 @@ class ScoringProcess:
         return self._exchange(request, self._timeout_s)
 
     def _start(self) -> None:
-        self._process, self._replies = start_with_pipe(
-            lambda replies: [sys.executable, "-m", "impala_llm.envs.scoring_process", str(replies), *self._arguments],
-            bufsize=0,
-        )
-        self._exchange(b"", _START_TIMEOUT_S)
+        try:
+            self._process, self._replies = start_with_pipe(
+                lambda replies: [*module_command("impala_llm.envs.scoring_process"), str(replies), *self._arguments],
+                env={**os.environ, **python_path()},
+                bufsize=0,
+            )
+            self._exchange(b"", _START_TIMEOUT_S)
+        except (OSError, ScoringError) as error:
+            self._end()
+            raise ScorerNotStarted(
+                f"the process that scores answers with {self._verifier} did not start ({error}): correct the verifier, "
+                "or what its output in the log names"
+            ) from error
 
     def _exchange(self, request: bytes, timeout_s: float) -> float:
         # A random name: an answer that the verifier executes may write to the pipe of the replies.
@@ -178,6 +207,21 @@ class ScoringProcess:
             assert pipe is not None
             with contextlib.suppress(OSError):
                 pipe.close()
+
+
+_Call = tuple["Future[Any]", Callable[[], Any]]
+
+
+def _make_calls(calls: "SimpleQueue[_Call | None]") -> None:
+    """Make one call after the other, but for those that were cancelled before their turn, until None comes."""
+    while (item := calls.get()) is not None:
+        future, call = item
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+        del item, future, call  # what they belong to may be given up while the next is waited for
 
 
 def _request(answer: str, task: Any, arguments: Mapping[str, Any]) -> bytes:

@@ -1,5 +1,6 @@
 """Settings env.args.* that several adapters have in common: their classes `Options` inherit them."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,11 @@ class ScoreRange:
     """Sum of rewards that is the score 1, and a success."""
 
     def check_range(self) -> None:
-        """Raises ValueError unless score_high is above score_low."""
+        """Raises ValueError unless both are finite, and score_high is above score_low."""
+        if not math.isfinite(self.score_high - self.score_low):
+            raise ValueError(
+                f"env.args.score_low={self.score_low} and score_high={self.score_high}: set both to finite numbers"
+            )
         if self.score_high <= self.score_low:
             raise ValueError(f"env.args.score_high={self.score_high}: set it above score_low={self.score_low}")
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from impala_llm.envs.base import Split
+from impala_llm.envs.scoring_process import ScorerNotStarted
 from impala_llm.processes.limited_warnings import RateLimitedWarnings
 
 _warnings = RateLimitedWarnings(interval_s=30.0)
@@ -22,7 +23,8 @@ class SingleTurnSession:
         begin: returns the question of a task id, and the task as `score` wants it.
         score: of an answer to a task, 0 to 1; it may be a coroutine function. What is below or above counts as 0 or 1.
             Where it raises, or is no number, the answer scores 0 and `scoring_errors` is counted: an answer that
-            nobody has thought of must not end the run. The reason is logged now and then.
+            nobody has thought of must not end the run. The reason is logged now and then. `ScorerNotStarted` passes:
+            no answer could have a score.
         reference: returns a right answer to a task, None where none is known. It is `info["reference"]` of `reset`, for
             `ReferenceScript`.
         warnings: log the reasons; by default those of all sessions of this process, together.
@@ -49,6 +51,8 @@ class SingleTurnSession:
             score = float(await found if inspect.isawaitable(found) else found)
             if math.isnan(score):
                 raise ValueError("the score is not a number")
+        except ScorerNotStarted:
+            raise
         except Exception as error:  # a scorer is other people's code, and reads what a policy writes
             self._warnings.log("an answer cannot be scored, and scores 0", f"{type(error).__name__}: {error}"[:300])
             score, stats["scoring_errors"] = 0.0, 1.0

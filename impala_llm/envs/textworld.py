@@ -20,6 +20,7 @@ from impala_llm.envs.answers import first_line
 from impala_llm.envs.base import Split
 from impala_llm.envs.extras import needed
 from impala_llm.envs.single_turn import ReferenceScript, Result, check_task, split_sizes
+from impala_llm.processes.module_process import module_command, python_path
 from impala_llm.settings import bounded
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -90,8 +91,8 @@ class TextWorldSuite:
         if path.is_file():
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", __name__, self.options.challenge, settings, str(task_id), str(path)]
-        made = subprocess.run(command, capture_output=True, text=True)
+        command = [*module_command(__name__), self.options.challenge, settings, str(task_id), str(path)]
+        made = subprocess.run(command, env={**os.environ, **python_path()}, capture_output=True, text=True)
         if made.returncode != 0:
             reason = (made.stderr.strip().splitlines() or ["it was killed"])[-1]
             raise ValueError(f"env.args.settings={settings}: {self.options.challenge} cannot make a game: {reason}")

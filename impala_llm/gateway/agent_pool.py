@@ -24,6 +24,7 @@ import psutil
 from impala_llm.gateway.descendants import WORKER, folder_prefix, kill_started
 from impala_llm.gateway.tasks import Task
 from impala_llm.gateway.worker_pipes import open_pipe
+from impala_llm.processes.module_process import module_command, python_path
 
 _SILENT_PARTS = 3
 """Parts of `Patience.blocked_s` that are waited for one after the other."""
@@ -126,12 +127,12 @@ class AgentPool:
             if_failed.callback(telling.close)
             anyway.callback(os.close, told)
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "impala_llm.gateway.worker", str(told)),
+                *(*module_command("impala_llm.gateway.worker"), str(told)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=writing,
                 stderr=writing,
                 pass_fds=(told,),
-                env={**os.environ, **_without_proxy(os.environ), "OMP_NUM_THREADS": "1", WORKER: name},
+                env={**os.environ, **python_path(), **_without_proxy(os.environ), "OMP_NUM_THREADS": "1", WORKER: name},
                 start_new_session=True,  # an agent that signals its process group is not to end the actor
             )
             if_failed.pop_all()

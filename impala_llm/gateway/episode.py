@@ -74,7 +74,7 @@ class AgentResult:
 
 def _number(name: str, value: Any) -> float:
     try:
-        number = float(value)
+        number = float("nan") if isinstance(value, str) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = float("nan")
     if not abs(number) <= 1e6:
@@ -181,10 +181,12 @@ class GatewayEpisode:
         return name
 
     def reward(self, completion_id: str, reward: Any) -> None:
-        """Reward a turn. ValueError where there is none of this id."""
+        """Reward a turn, beside what it has been rewarded with before. ValueError where there is none of this id, or
+        the sum is too large."""
         if completion_id not in self._by_id:
             raise ValueError(f"completion_id is {completion_id!r}: this episode has no such completion")
-        self._rewards[completion_id] = self._rewards.get(completion_id, 0.0) + _number("reward", reward)
+        total = self._rewards.get(completion_id, 0.0) + _number("reward", reward)
+        self._rewards[completion_id] = _number("reward of this turn with what was posted before", total)
 
     @property
     def awaits_engine(self) -> bool:

@@ -148,10 +148,14 @@ class Gateway:
 
         return handle
 
-    def _reader(self, episode: GatewayEpisode) -> RequestReader:
-        """The reader of an episode's bodies. EpisodeOver where it has ended while the body came."""
+    def _check(self, episode: GatewayEpisode) -> None:
+        """Raise EpisodeOver where an episode has ended while the body of a request came."""
         if episode.key not in self._readers:
             raise EpisodeOver("this episode has ended")
+
+    def _reader(self, episode: GatewayEpisode) -> RequestReader:
+        """The reader of an episode's bodies. EpisodeOver where it has ended while the body came."""
+        self._check(episode)
         return self._readers[episode.key]
 
     async def _nothing(self, request: web.Request, episode: GatewayEpisode) -> web.StreamResponse:
@@ -170,6 +174,7 @@ class Gateway:
 
     async def _reward(self, request: web.Request, episode: GatewayEpisode) -> web.StreamResponse:
         body = await _body(request)
+        self._check(episode)
         if "completion_id" in body:
             episode.reward(str(body["completion_id"]), body.get("reward"))
         else:

@@ -57,12 +57,17 @@ class AgentError(RuntimeError):
 
 
 def function_runner(name: str) -> _Run:
-    """Call the function that `agent.name` means. Raises ValueError where there is none, or openai is missing."""
+    """Call the function that `agent.name` means. Raises ValueError where there is none, or openai is not to be had."""
     agent = load(AGENTS, name)
     try:
         import openai
-    except ImportError as error:
-        raise ValueError(f"agent.name={name} needs the package openai: pip install 'impala-llm[agents]'") from error
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "openai":
+            raise ValueError(f"agent.name={name} needs the package openai: pip install 'impala-llm[agents]'") from error
+        reason = f"{type(error).__name__}: {error}{raised_at(error)}"
+        raise ValueError(
+            f"agent.name={name}: the package openai cannot be imported ({reason}): correct that, or install it anew"
+        ) from error
 
     class SharedClient(openai.DefaultAsyncHttpxClient):
         """Connections of all episodes of this process: a client of its own costs each tens of milliseconds."""
@@ -73,11 +78,17 @@ def function_runner(name: str) -> _Run:
     http_client = SharedClient()
     is_awaited = is_async(agent)
 
+    def call(task: Task, client: Any) -> Any:
+        try:
+            return agent(task, client)
+        except StopIteration as error:  # a future takes none, and would be waited for without end
+            raise RuntimeError("the agent raised StopIteration") from error
+
     async def run(task: Task, url: str, key: str) -> Any:
         if is_awaited:
             return await agent(task, openai.AsyncOpenAI(base_url=url, api_key=key, http_client=http_client))
         try:
-            return await asyncio.to_thread(agent, task, openai.OpenAI(base_url=url, api_key=key))
+            return await asyncio.to_thread(call, task, openai.OpenAI(base_url=url, api_key=key))
         except asyncio.CancelledError:
             raise ThreadLeft from None
 
@@ -154,9 +165,14 @@ def _last_value(output: str) -> Any:
     lines = output.strip().split("\n")
     with contextlib.suppress(ValueError):
         value = json.loads(lines[-1]) if lines else None
-        if isinstance(value, int | float | dict):
+        if isinstance(value, int | float | dict) and not isinstance(value, bool):
             return value
     return None
+
+
+def _raised_at(error: BaseException) -> str:
+    """`raised_at`; of a StopIteration, which comes as the cause of another error, the line that raised it."""
+    return raised_at(error.__cause__ if isinstance(error.__cause__, StopIteration) else error)
 
 
 class Worker:
@@ -205,7 +221,7 @@ class Worker:
             return {"failed": "cancelled", "leaks": isinstance(error, ThreadLeft)}
         except BaseException as error:  # of other people's code, sys.exit included
             self._show(error)
-            return {"failed": f"{type(error).__name__}: {error}"[:2000] + raised_at(error)}
+            return {"failed": f"{type(error).__name__}: {error}"[:2000] + _raised_at(error)}
 
     def _end(self, number: int, task: asyncio.Task[dict[str, Any]]) -> None:
         del self._episodes[number]
@@ -216,7 +232,7 @@ class Worker:
 
     def _show(self, error: BaseException) -> None:
         """Print the first error of each kind with its traceback."""
-        where = raised_at(error)
+        where = _raised_at(error)
         kind = f"{type(error).__name__}{where}" if where else repr(error)
         if kind not in self._seen and len(self._seen) < 100:
             self._seen.add(kind)

@@ -147,7 +147,9 @@ def test_gymnasium_episodes_depend_on_their_task_alone() -> None:
         (["env.args.id=Chess-v7"], "env.args.id=Chess-v7 cannot be made"),
         (["env.args.id=CartPole-v1"], "env.args.id=CartPole-v1 has no text"),
         (["env.args.actions=[left,right]"], "has 2 names: 4 are needed"),
+        (["env.args.actions=[left,down,Left,up]"], "env.args.actions has 'left' twice"),
         (["env.args.score_high=0"], "set it above score_low"),
+        (["env.args.score_high=inf"], "env.args.score_low=0.0 and score_high=inf: set both to finite numbers"),
     ],
 )
 def test_gymnasium_environments_without_text_are_refused(words: list[str], said: str) -> None:

@@ -22,6 +22,7 @@ from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.envs.scoring_process import ScoringError, ScoringProcess
 from impala_llm.envs.single_turn import SingleTurnSession
 from impala_llm.processes.limited_warnings import RateLimitedWarnings
+from impala_llm.settings import PACKAGE
 
 VERIFIERS = """
 import asyncio, os, sys, time
@@ -417,6 +418,69 @@ asyncio.run(ScoringProcess("mine:odd", timeout_s=600).score("hang", {}))"""
     actor.wait()
     scoring = Path("/proc") / (folder / "pid").read_text().rstrip(";") / "cmdline"
     wait_for(lambda: not scoring.exists() or not scoring.read_text())
+
+
+HANGING = """
+import asyncio
+from impala_llm.envs.scoring_process import ScoringProcess
+
+async def main():
+    scoring = asyncio.create_task(ScoringProcess("mine:odd", timeout_s=600).score("hang", {}))
+    while True:
+        try:
+            if open("pid").read().endswith(";"):
+                break
+        except FileNotFoundError:
+            pass
+        await asyncio.sleep(0.01)
+    scoring.cancel()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.system
+def test_a_process_ends_while_its_verifier_hangs(folder: Path) -> None:
+    subprocess.run([sys.executable, "-c", HANGING], check=True, timeout=60)
+
+
+@pytest.mark.system
+def test_a_file_beside_a_verifier_hides_no_module_of_pythons_and_the_verifier_is_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("resource", "numbers", "queue", "calendar"):
+        (folder / f"{name}.py").write_text("raise RuntimeError('this is not the one of Python')")
+    (folder / "beside.py").write_text("SCORE = 0.5")
+    (folder / "hidden.py").write_text("import beside\n\ndef verify(answer, task):\n    return beside.SCORE\n")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    scoring = ScoringProcess("hidden:verify", timeout_s=60.0)
+    try:
+        assert asyncio.run(scoring.score("a", {})) == 0.5
+    finally:
+        scoring.close()
+
+
+@pytest.mark.system
+def test_a_scoring_process_finds_the_package_where_it_is_not_installed(folder: Path) -> None:
+    (folder / "paths.py").write_text(
+        "import os\n\ndef verify(answer, task):\n    return answer in os.environ['PYTHONPATH'].split(os.pathsep)\n"
+    )
+    scoring = ScoringProcess("paths:verify", timeout_s=60.0)
+    try:
+        assert asyncio.run(scoring.score(str(PACKAGE.parent), {})) == 1.0
+    finally:
+        scoring.close()
+
+
+@pytest.mark.system
+def test_a_scoring_process_that_does_not_start_is_a_fault_and_no_score(folder: Path) -> None:
+    tasks = suite(f"env.args.file={write(rows(5))}", "env.args.verifier=mine:odd")
+    (folder / "mine.py").write_text("import os\nos._exit(3)\n")
+    for _ in range(2):
+        with pytest.raises(EnvironmentFault, match="mine:odd did not start"):
+            score(tasks, 1, "fine")
+    (folder / "mine.py").write_text(VERIFIERS)
+    assert score(tasks, 1, "fine") == (1.0, 0.0)
 
 
 @pytest.mark.system

@@ -61,6 +61,15 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
 
 
+def test_a_file_in_the_current_directory_hides_no_module_of_pythons(
+    tmp_path: Path, library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "calendar.py").write_text("raise RuntimeError('this is not the one of Python')")
+    monkeypatch.chdir(tmp_path)
+    suite = make_suite(load(["model=scratch", "env=textworld", f"env.args.folder={tmp_path}"]).env)
+    assert suite.game(suite.tasks("train")[0]).read_text() == "[1]"  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("challenge", "words", "made"),
     [

@@ -32,6 +32,8 @@ async def agent(task, client):
     what = task.data["what"]
     if what == "number":
         return 0.5
+    if what == "stop":
+        next(iter(()))
     if what == "details":
         return {"score": 0.25, "stats": {"url": len(str(client.base_url)), "seed": task.seed}}
     if what == "print":
@@ -97,6 +99,8 @@ async def agent(task, client):
         return float(urllib.request.urlopen(task.data["url"]).status)
 
 def plain(task, client):
+    if task.data["what"] == "stop":
+        next(iter(()))
     if task.data["what"] == "block":
         open(task.data["file"], "w").close()
         time.sleep(1000)
@@ -390,6 +394,50 @@ def test_a_process_that_grows_is_replaced_when_its_episodes_are_over(agents: Pat
         assert pool.num_replaced == 1
 
     use(test, most_memory=400 << 20)
+
+
+@pytest.mark.system
+def test_a_file_beside_an_agent_hides_no_module_of_pythons_and_the_agent_is_found(
+    user_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("resource", "numbers", "queue", "calendar"):
+        (user_folder / f"{name}.py").write_text("raise RuntimeError('this is not the one of Python')")
+    (user_folder / "agent_in_folder.py").write_text(AGENTS)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
+    async def test(pool: AgentPool) -> None:
+        assert await play(pool, "number") == 0.5
+
+    use(test, "agent_in_folder:agent")
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("raise ModuleNotFoundError('none', name='openai')", "needs the package openai: pip install"),
+        ("import no_such_module", "openai cannot be imported .ModuleNotFoundError: No module named 'no_such_module'"),
+        (
+            "raise AttributeError('half of it')",
+            "openai cannot be imported .AttributeError: half of it, in .*openai.py:1",
+        ),
+    ],
+)
+def test_why_the_client_of_agents_cannot_be_imported_is_said(agents: Path, code: str, reason: str) -> None:
+    (agents / "openai.py").write_text(code)
+    with pytest.raises(AgentFailed, match=reason):
+        use(lambda pool: play(pool, "number"))
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", ["agent", "plain"])
+def test_an_agent_that_raises_stop_iteration_ends_with_its_line(agents: Path, name: str) -> None:
+    async def test(pool: AgentPool) -> None:
+        with pytest.raises(AgentFailed, match=r"raised StopIteration, in .*pool_agents\.py:\d+$"):
+            await asyncio.wait_for(play(pool, "stop"), 60)
+        assert pool.num_replaced == 0
+
+    use(test, f"pool_agents:{name}")
 
 
 @pytest.mark.system

@@ -353,11 +353,29 @@ def test_rewards_of_turns_are_where_their_completions_end(chat: ChatTokens) -> N
     assert trajectory.rewards[ends].tolist() == [1.25, 1.0] and trajectory.rewards.sum() == 2.25
 
 
+def test_rewards_of_one_turn_are_bounded_together(chat: ChatTokens) -> None:
+    async def play() -> None:
+        player = Player(chat, 5)
+        await player.ask([player.said()])
+        turn = player.episode.completion_id(player.conversation.tree.completions[:1], "chatcmpl")
+        player.episode.reward(turn, 6e5)
+        with pytest.raises(ValueError, match=r"with what was posted before is 1200000.0: a number of at most 1e6"):
+            player.episode.reward(turn, 6e5)
+        player.episode.reward(turn, -1e6)
+        player.episode.reward(turn, 1e6)
+        await player.episode.close()
+        with pytest.raises(ValueError, match="a number of at most 1e6"):
+            player.episode.trajectory(AgentResult.of({"score": 1.0, "rewards": {turn: 6e5}}))
+
+    asyncio.run(play())
+
+
 @pytest.mark.parametrize(
     "result",
     [
         *(None, "much", float("nan"), 10**400, {"score": 2.0}, {"reward": 1, "colour": 3}, {"stats": {}}),
         *({"reward": 1, "success": "false"}, {"reward": 1, "stats": {"": 1}}, {"reward": 1, "stats": {"a\0b": 1}}),
+        *("1", {"reward": "1"}, {"reward": 1, "stats": {"a": "3"}}),
     ],
 )
 def test_results_that_are_none_are_refused(result: Any) -> None:

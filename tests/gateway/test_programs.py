@@ -39,7 +39,7 @@ if "file" in sys.argv:
 if "broken" in sys.argv:
     open(os.environ["IMPALA_REWARD_FILE"], "w").write("half")
 print("tests that failed:")
-print("none" if "silent" in sys.argv else 0)
+print("none" if "silent" in sys.argv else "true" if "passed" in sys.argv else 0)
 """
 
 
@@ -78,7 +78,10 @@ def test_a_reward_file_that_is_no_json_is_named(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.system
-def test_a_program_without_a_reward_is_told_how_to_report_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("last_line", ["silent", "passed"])
+def test_a_program_without_a_reward_is_told_how_to_report_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_line: str
+) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     with pytest.raises(AgentFailed, match="last line of its output is no JSON number or object"):
-        asyncio.run(asyncio.wait_for(score(tmp_path, "silent"), 120))
+        asyncio.run(asyncio.wait_for(score(tmp_path, last_line), 120))

@@ -448,18 +448,28 @@ def test_what_is_too_long_by_far_is_refused_before_it_is_encoded(
     run(Watched(chat.tokenizer), use)
 
 
-def test_a_request_whose_body_comes_after_the_end_of_its_episode_is_refused_as_that(chat: ChatTokens) -> None:
+@pytest.mark.parametrize(
+    ("path", "sent"),
+    [
+        ("/chat/completions", b'{"messages": [{"role": "user", "content": "a"}]}'),
+        ("/reward", b'{"reward": 1.0}'),
+    ],
+    ids=["completion", "reward"],
+)
+def test_a_request_whose_body_comes_after_the_end_of_its_episode_is_refused_as_that(
+    chat: ChatTokens, path: str, sent: bytes
+) -> None:
     async def use(served: Served) -> None:
         came, ended = asyncio.Event(), asyncio.Event()
 
         async def body() -> AsyncIterator[bytes]:
             came.set()
             await ended.wait()
-            yield b'{"messages": [{"role": "user", "content": "a"}]}'
+            yield sent
 
         headers = {"Authorization": f"Bearer {served.episode.key}", "Expect": "100-continue"}
         async with aiohttp.ClientSession() as session:
-            url = served.gateway.url + "/chat/completions"
+            url = served.gateway.url + path
             posting = asyncio.ensure_future(session.post(url, data=body(), headers=headers))
             await came.wait()  # and so the server has begun to answer
             while not served.gateway.counters["requests"]:
