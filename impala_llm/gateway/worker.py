@@ -236,7 +236,8 @@ class Worker:
         kind = f"{type(error).__name__}{where}" if where else repr(error)
         if kind not in self._seen and len(self._seen) < 100:
             self._seen.add(kind)
-            traceback.print_exception(error)
+            with contextlib.suppress(OSError, ValueError):  # of a stream that is full or closed: the result counts
+                traceback.print_exception(error)
 
 
 def _read_commands(loop: asyncio.AbstractEventLoop, commands: BinaryIO, handle: Callable[[Any], None]) -> None:
