@@ -367,7 +367,7 @@ def _refuse_bad_values(overrides: Sequence[str]) -> None:
                 raise ConfigError(missing)
         except GrammarParseError:
             raise ConfigError(_unresolved(word, _NO_REFERENCE)) from None
-        except HydraException:
+        except (HydraException, OmegaConfBaseException):
             continue
 
 

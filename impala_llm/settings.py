@@ -552,9 +552,9 @@ class PipelineConfig:
     actor_timeout_s: float = bounded(20.0, least=0.1)
     """Silence after which an actor counts as dead and its tickets are granted again; at least three heartbeats."""
     ticket_timeout_s: float = bounded(600.0, least=0.1)
-    """An episode that has brought nothing for so long, no unroll either, is taken from its actor and played again:
-    longer than actor.episode_timeout_s. With algorithm.max_staleness=0, where an actor holds its share of a whole
-    batch: once none of it has brought anything for so long."""
+    """An episode that has brought nothing for so long, no unroll either, is taken from its actor and played again; a
+    whole episode not before actor.episode_timeout_s and half a minute are over. With algorithm.max_staleness=0, where
+    an actor holds its share of a whole batch: once none of it has brought anything for so long."""
     learner_timeout_s: float | None = bounded(None, least=0.1)
     """Silence of the learner after which an actor ends itself; None: it waits for as long as its run is there, on
     another host for ever."""

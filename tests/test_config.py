@@ -386,10 +386,6 @@ def test_none_is_null_on_the_command_line() -> None:
         (["engine.max_new_tokens=4096"], ["engine.max_new_tokens=4096", "lower"]),
         (["replay.samples_per_insert=inf"], ["replay.samples_per_insert=inf", "1000"]),
         (["algorithm.loss.positive_low=inf", "algorithm.loss.positive_high=inf"], ["algorithm.loss.positive_low=inf"]),
-        (
-            ["actor.episode_timeout_s=900"],
-            ["pipeline.ticket_timeout_s=600", "actor.episode_timeout_s=900", "set pipeline.ticket_timeout_s=1800"],
-        ),
         (["replay.samples_per_insert=2"], ["replay.samples_per_insert=2", "replay.max_replays"]),
         (
             ["replay.samples_per_insert=0.5"],
@@ -440,6 +436,7 @@ def test_none_is_null_on_the_command_line() -> None:
         (["engine.urls={a: 1}"], ["engine.urls={a: 1} has the wrong type: a list is expected"]),
         (["algorithm=ppo", "algorithm.loss.clip_low=???"], ["algorithm.loss.clip_low=??? needs a value: set it"]),
         (["algorithm.loss=???"], ["algorithm.loss=??? needs a value: set it"]),
+        (["env=corridor", 'env.args={a: {null: "what???"}}'], ["env.args.a=", "has the wrong type"]),
         (["learner={batch_size: ???}"], ["learner.batch_size=??? needs a value: write it there, or as learner.ba"]),
         (
             ["algorithm=ppo", "algorithm.loss.clip_low='\\${x}'"],

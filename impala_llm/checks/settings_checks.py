@@ -302,13 +302,6 @@ def _pipeline_problems(config: Config) -> list[str]:
             f"pipeline.actor_timeout_s={config.pipeline.actor_timeout_s} must exceed pipeline.heartbeat_s="
             f"{config.pipeline.heartbeat_s}: set it to several heartbeats"
         )
-    episode_s, ticket_s = config.actor.episode_timeout_s, config.pipeline.ticket_timeout_s
-    if ticket_s <= episode_s:
-        found.append(
-            f"pipeline.ticket_timeout_s={ticket_s:g} is too short for actor.episode_timeout_s={episode_s:g}: an "
-            "episode that takes as long would be taken from its actor before it ends, and never be learned from; set "
-            f"pipeline.ticket_timeout_s={2 * episode_s:g}, or lower actor.episode_timeout_s"
-        )
     part = (config.pipeline.arena_mb << 20) // learner.num_ranks
     if (needed := 8 * block_words(longest_record(config), 1)) > part:
         found.append(

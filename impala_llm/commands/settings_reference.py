@@ -75,8 +75,8 @@ def familiar(command: str, word: str, width: int) -> str:
 
 
 def reference(word: str, width: int = 100, words: Sequence[str] = ()) -> str:
-    """The settings that have `word` in their key, or at the beginning of a word of their meaning, as lines of at most
-    `width` characters.
+    """The settings that have `word` in their key or meaning, as lines of at most `width` characters. A word of letters
+    is found in a meaning where a word begins with it: "lr" is not in "already".
 
     Of any case. In the order of settings.py, those with the word in their key first. Empty where there is none.
 
@@ -90,8 +90,8 @@ def reference(word: str, width: int = 100, words: Sequence[str] = ()) -> str:
     entries = [*_entries(settings.Config(), ""), *_of_own_parts(words)]
     word = word.lower()
     named = [e for e in entries if word in e.key.lower() or word.replace(" ", "_") in e.key.lower()]
-    begins = re.compile(rf"(?<![^\W_]){re.escape(word)}")  # "lr" is not in "already"
-    for entry in [*named, *(e for e in entries if e not in named and begins.search(e.meaning.lower()))]:
+    pattern = re.compile((r"\b" if word.isalpha() else "") + re.escape(word))
+    for entry in [*named, *(e for e in entries if e not in named and pattern.search(e.meaning.lower()))]:
         allowed = f"({entry.allowed})" if entry.allowed else ""
         head = "  ".join(filter(None, (f"{entry.key}={entry.default}", allowed)))
         for text, indent in ((head, ""), (entry.meaning, "    ")):

@@ -29,6 +29,8 @@ from impala_llm.trajectory import Trajectory
 
 _log = logging.getLogger(__name__)
 _KEPT_SLOTS = 2
+_SENDING_S = 30.0
+"""Seconds in which an episode whose time is over ends, and its trajectory or its failure arrives."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,15 @@ def newest_board(run_dir: RunDirectory) -> WeightReader | None:
     versions = [-1 if (version := reader.latest()) is None else version for reader in readers]
     newest = max(versions)
     return None if newest < 0 else readers[versions.index(newest)]
+
+
+def ticket_timeout_s(config: Config) -> float:
+    """Seconds after which a ticket that has brought nothing is taken from its actor. One of a whole episode brings
+    nothing before it ends, so it has that episode's time at least."""
+    actor, timeout_s = config.actor, config.pipeline.ticket_timeout_s
+    if actor.unroll_turns is not None or actor.unroll_tokens is not None:
+        return timeout_s
+    return max(timeout_s, actor.episode_timeout_s + _SENDING_S)
 
 
 class LearnerEndpoint:
@@ -190,7 +201,7 @@ class LearnerEndpoint:
             self._store(),
             SessionLimits(
                 heartbeat_timeout_s=pipeline.actor_timeout_s,
-                ticket_timeout_s=pipeline.ticket_timeout_s,
+                ticket_timeout_s=ticket_timeout_s(config),
                 settings=shared_settings(config),
             ),
             published=WeightReader(run_dir.weights_path).latest(),

@@ -6,8 +6,9 @@ import uuid
 import pytest
 import zmq
 
+from impala_llm.config import load
 from impala_llm.pipeline import LearnerEndpoint
-from impala_llm.pipeline.learner_endpoint import PastTickets
+from impala_llm.pipeline.learner_endpoint import PastTickets, ticket_timeout_s
 from impala_llm.pipeline.tickets.ledger import TicketLedger
 from impala_llm.pipeline.tickets.task_order import TaskOrder
 from impala_llm.settings import Config
@@ -41,3 +42,16 @@ def test_a_checkpoint_is_put_back_twice_where_the_first_learner_died_before_it_p
         received = endpoint.receiver.drain(0.0)
     assert sorted(t.episode_id for t in received) == sorted(t.episode_id for t in arrived)
     assert not [message for message in caplog.messages if "damaged" in message]
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        ([], 600.0),
+        (["actor.episode_timeout_s=900"], 930.0),
+        (["actor.episode_timeout_s=900", "pipeline.ticket_timeout_s=1800"], 1800.0),
+        (["actor.episode_timeout_s=900", "actor.unroll_turns=1"], 600.0),
+    ],
+)
+def test_a_ticket_has_the_time_of_its_episode_where_that_is_whole(words: list[str], seconds: float) -> None:
+    assert ticket_timeout_s(load(["experiment=corridor", "algorithm=vtrace", *words])) == seconds

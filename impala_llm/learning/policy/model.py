@@ -33,6 +33,7 @@ from impala_llm.learning.policy.log_probs import token_log_probs
 from impala_llm.learning.policy.lora import without_prefix
 from impala_llm.learning.policy.model_files import VALUE_HEAD_FILE as VALUE_HEAD_FILE
 from impala_llm.learning.policy.model_files import policy_files as policy_files
+from impala_llm.learning.policy.model_files import stored_types
 from impala_llm.learning.policy.products import give_back_memory, uses_onednn
 from impala_llm.pipeline.weights.slots import WEIGHTS_FILE
 
@@ -96,8 +97,8 @@ class PolicyModel(nn.Module):
             ModelRefused: files are damaged or lack weights, or the model is not written for packed rows.
         """
         lm = load_whole(directory, key, dtype=torch.float32, attn_implementation=SEGMENTS)
-        # Weights that are float32 in the file are mapped from it, and would change with it, trained ones too.
-        for tensor in [*lm.parameters(), *lm.buffers()]:
+        # What is float32 in the files is mapped from them, and would change with them, trained weights too.
+        for tensor in [*lm.parameters(), *lm.buffers()] if "F32" in stored_types(directory) else ():
             tensor.data = tensor.data.clone()
         model = cls(lm, value_hidden_size, value_trunk_gradient)
         saved = directory / VALUE_HEAD_FILE

@@ -93,13 +93,24 @@ def layer_parameters(path: str) -> int:
 def tensor_shapes(path: str) -> Iterator[tuple[str, list[int]]]:
     """Names and shapes of the tensors of a `model.path`; none where the model is made from scratch. Files that cannot
     be read are left out: `model_problems` reports them."""
-    directory, files = model_directory(path), []
+    directory = model_directory(path)
+    return ((name, tensor.get_shape()) for name, tensor in _tensors(directory)) if directory else iter(())
+
+
+def stored_types(directory: Path) -> set[str]:
+    """Types of the tensors in a Hugging Face directory, by safetensors' names: F32, BF16 and so on."""
+    return {tensor.get_dtype() for _, tensor in _tensors(directory)}
+
+
+def _tensors(directory: Path) -> Iterator[tuple[str, Any]]:
+    """Names and slices of the tensors; those of files that cannot be read are left out."""
+    files = []
     with contextlib.suppress(ValueError):
-        files = weight_files(directory) if directory else []
+        files = weight_files(directory)
     for file in files:
         with contextlib.suppress(OSError, SafetensorError), safe_open(file, "np") as tensors:
             names = tensors.keys()  # it is no dict
-            yield from ((name, tensors.get_slice(name).get_shape()) for name in names)
+            yield from ((name, tensors.get_slice(name)) for name in names)
 
 
 def json_object(path: Path) -> dict[str, Any]:

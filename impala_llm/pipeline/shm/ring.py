@@ -178,12 +178,11 @@ class ArenaWriter:
         header = _HEADER.pack(_MAGIC, _FORMAT, incarnation, self.capacity)
         self._map[: _HEADER.size] = header
         # A process of the same name that starts at the same moment may have replaced the file before it was locked.
-        if self._lock is not None and not (
-            _locked(self._lock) and os.pread(self._lock.fileno(), _HEADER.size, 0) == header
-        ):
-            self._lock.close()
-            assert path is not None
-            raise _in_use(path)
+        if path is not None and self._lock is not None:
+            is_own = _locked(self._lock) and self._lock.is_at(path)
+            if not is_own or os.pread(self._lock.fileno(), _HEADER.size, 0) != header:
+                self._lock.close()
+                raise _in_use(path)
         self._bytes = memoryview(self._map)
         self._ring = np.frombuffer(self._map, np.uint64, self._num_words, _HEADER_BYTES)
         # [start, end, freed] in the order of writing.

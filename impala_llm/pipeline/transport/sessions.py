@@ -301,7 +301,7 @@ class SessionRegistry:
         waited_until = session.brought_at if self._ledger.max_staleness == 0 else 0.0
         late = [i for i, since in session.progress_at.items() if now - max(since, waited_until) > timeout_s]
         if late:
-            said = "%d tickets at %s brought nothing in pipeline.ticket_timeout_s=%g"
+            said = "%d tickets at %s brought nothing in %g s (pipeline.ticket_timeout_s, actor.episode_timeout_s)"
             _log.warning(said, len(late), session.actor_id, timeout_s)
             self.totals["tickets_expired"] += len(late)
             for ticket_id in late:

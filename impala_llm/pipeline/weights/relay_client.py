@@ -50,7 +50,7 @@ _WINDOW = 4
 """Requests for chunks without an answer at a time, at most."""
 _LEAST_BYTES = 64 << 10
 """Bytes that are asked for at a time at least."""
-_AMPLE = 8
+_AMPLE = 3
 """Part of the time for an answer in which what is asked for at a time must arrive before it is doubled: 1 / _AMPLE."""
 
 

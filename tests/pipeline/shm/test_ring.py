@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impala_llm.pipeline.shm import copy_kernels, ring
+from impala_llm.pipeline.shm.file_lock import FileLock
 from impala_llm.pipeline.shm.record import EncodedTrajectory
-from impala_llm.pipeline.shm.ring import ArenaError, ArenaReader, ArenaWriter, RecordTooLarge, Span, map_new_file
+from impala_llm.pipeline.shm.ring import ArenaError, ArenaReader, ArenaWriter, RecordTooLarge, Span
 
 UNIT = 8  # words to which records are aligned: 64 bytes
 
@@ -216,23 +217,30 @@ def test_the_arena_of_a_living_writer_is_not_replaced(path: Path) -> None:
     assert ArenaReader(path, 2).has_writer()
 
 
+@pytest.mark.parametrize("when", ["before it is opened", "once it is open"])
 def test_of_two_writers_that_start_at_the_same_moment_one_keeps_the_arena(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """The second one looks for a living writer when the first has made its file, and has not locked it."""
     second: list[ArenaWriter] = []
 
-    def meanwhile(*arguments: Any, **options: Any) -> mmap.mmap:
-        mapping = map_new_file(*arguments, **options)
-        if not second:
-            monkeypatch.setattr(ring, "map_new_file", map_new_file)
-            second.append(ArenaWriter(path, 256, incarnation=2))
-        return mapping
+    class Late(FileLock):
+        """Opened by the first writer, to lock its file."""
 
-    monkeypatch.setattr(ring, "map_new_file", meanwhile)
+        def __init__(self, *arguments: Any) -> None:
+            is_made = path.exists()  # and not yet looked for
+            if is_made:
+                monkeypatch.setattr(ring, "FileLock", FileLock)
+            if is_made and when == "before it is opened":
+                second.append(ArenaWriter(path, 256, incarnation=2))
+            super().__init__(*arguments)
+            if is_made and when == "once it is open":
+                second.append(ArenaWriter(path, 256, incarnation=2))
+
+    monkeypatch.setattr(ring, "FileLock", Late)
     with pytest.raises(ArenaError, match="another process, which is alive"):
         ArenaWriter(path, 256, incarnation=1)
-    assert ArenaReader(path, 2).has_writer()
+    assert second and ArenaReader(path, 2).has_writer()
 
 
 def test_an_arena_without_a_path_is_memory_of_this_process_alone(tmp_path: Path) -> None:
