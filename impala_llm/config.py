@@ -359,9 +359,9 @@ def _file_of(overrides: Sequence[str]) -> tuple[str, dict[str, Any]]:
 def _refuse_bad_values(overrides: Sequence[str]) -> None:
     """Refuse a word in which `${` begins no reference, or a mapping leaves a value open. A word that cannot be read at
     all is refused later."""
-    for word in overrides:
+    for word in (word for word in overrides if "${" in word or "???" in word):
         try:
-            key, value = read_word(word) if "${" in word or "???" in word else ("", "")
+            key, value = read_word(word)
             setting = OmegaConf.create({key: value})
             if isinstance(value, dict) and (missing := without_value(setting, overrides)):
                 raise ConfigError(missing)

@@ -120,3 +120,9 @@ def has_ended(process: psutil.Process, within_s: float = 120.0) -> bool:
                 return False
             time.sleep(0.02)
     return True
+
+
+def write_namesakes(folder: Path) -> None:
+    """Write files with the names of modules of Python's, which end a process that imports them in their place."""
+    for name in ("resource", "numbers", "queue", "calendar"):
+        (folder / f"{name}.py").write_text("raise RuntimeError('this is not the one of Python')")

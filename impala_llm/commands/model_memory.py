@@ -112,14 +112,12 @@ def look(config: Config, gpus: Sequence[Mapping[str, Any]]) -> tuple[str, list[s
         )
     elif start > there:
         several = num_readers > 1
-        fix = "lower learner.num_ranks, or " if several and learner.num_ranks > 1 else ""
+        remedies = ["lower learner.num_ranks"] if several and learner.num_ranks > 1 else []
         readers = f"{num_readers} processes read {what} each" if several else f"a process reads {what}"
-        if what in needs.others:
-            fix = _fix(config, {what: start}, start, there, [], "more memory")
-        else:
-            fix += "take a smaller model or more memory"
+        read = {what: start} if what in needs.others else {}
         problems.append(
-            f"{where} takes {start:.1f} GB of this host's {there:.1f} GB at its start, where {readers}: {fix}"
+            f"{where} takes {start:.1f} GB of this host's {there:.1f} GB at its start, where {readers}: "
+            f"{_fix(config, read, start, there, remedies, 'more memory')}"
         )
     return state, problems
 

@@ -78,7 +78,8 @@ def reference(word: str, width: int = 100, words: Sequence[str] = ()) -> str:
     """The settings that have `word` in their key or meaning, as lines of at most `width` characters. A word of letters
     is found in a meaning where a word begins with it: "lr" is not in "already".
 
-    Of any case. In the order of settings.py, those with the word in their key first. Empty where there is none.
+    Upper and lower case are the same. In the order of settings.py, those with the word in their key first. Empty where
+    there is none.
 
     Args:
         words: `key=value`, of which some may name parts of the user's own: their options are among the settings.

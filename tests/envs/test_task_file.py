@@ -23,6 +23,7 @@ from impala_llm.envs.scoring_process import ScoringError, ScoringProcess
 from impala_llm.envs.single_turn import SingleTurnSession
 from impala_llm.processes.limited_warnings import RateLimitedWarnings
 from impala_llm.settings import PACKAGE
+from tests.helpers import write_namesakes
 
 VERIFIERS = """
 import asyncio, os, sys, time
@@ -448,8 +449,7 @@ def test_a_process_ends_while_its_verifier_hangs(folder: Path) -> None:
 def test_a_file_beside_a_verifier_hides_no_module_of_pythons_and_the_verifier_is_found(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("resource", "numbers", "queue", "calendar"):
-        (folder / f"{name}.py").write_text("raise RuntimeError('this is not the one of Python')")
+    write_namesakes(folder)
     (folder / "beside.py").write_text("SCORE = 0.5")
     (folder / "hidden.py").write_text("import beside\n\ndef verify(answer, task):\n    return beside.SCORE\n")
     monkeypatch.delenv("PYTHONPATH", raising=False)

@@ -9,6 +9,7 @@ import pytest
 
 from impala_llm.config import load
 from impala_llm.envs import make_suite
+from tests.helpers import write_namesakes
 
 pytestmark = pytest.mark.system
 
@@ -64,7 +65,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_file_in_the_current_directory_hides_no_module_of_pythons(
     tmp_path: Path, library: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "calendar.py").write_text("raise RuntimeError('this is not the one of Python')")
+    write_namesakes(tmp_path)
     monkeypatch.chdir(tmp_path)
     suite = make_suite(load(["model=scratch", "env=textworld", f"env.args.folder={tmp_path}"]).env)
     assert suite.game(suite.tasks("train")[0]).read_text() == "[1]"  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from impala_llm.gateway.descendants import WORKER
 from impala_llm.gateway.tasks import Task
 from impala_llm.gateway.worker import Worker
 from impala_llm.gateway.worker_pipes import open_pipe
-from tests.helpers import has_ended
+from tests.helpers import has_ended, write_namesakes
 
 AGENTS = """
 import asyncio, os, signal, subprocess, threading, time
@@ -400,8 +400,7 @@ def test_a_process_that_grows_is_replaced_when_its_episodes_are_over(agents: Pat
 def test_a_file_beside_an_agent_hides_no_module_of_pythons_and_the_agent_is_found(
     user_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("resource", "numbers", "queue", "calendar"):
-        (user_folder / f"{name}.py").write_text("raise RuntimeError('this is not the one of Python')")
+    write_namesakes(user_folder)
     (user_folder / "agent_in_folder.py").write_text(AGENTS)
     monkeypatch.delenv("PYTHONPATH", raising=False)
 

@@ -158,7 +158,7 @@ def test_what_may_differ_from_host_to_host_is_not_compared() -> None:
     config.env.args = {"path": "/host/tasks", "text": "x" * 300, "of": {"depth": 2}}
     found = shared_settings(config)
     assert found["env.args.of.depth"] == "2" and "/host/tasks" not in found.values()
-    for other in ("tasks", "/elsewhere/tasks"):  # a path at one side alone is none at the other by accident
+    for other in ("tasks", "/elsewhere/tasks"):  # a value that is a path at one side alone is not compared either
         config.env.args["path"] = other
         others = shared_settings(config)
         assert difference(found, others, "actor-0") == difference(others, found, "actor-0") == ""

@@ -24,6 +24,8 @@ _KEEPALIVE_S = 2.0
 that is written at that moment is lost."""
 _HALF_LOADED = "Rolling back"
 """Words in the answer of a server that failed in the middle of loading, and then reads the same directory again."""
+ASKS_FOR_KEY = "it asks for a key"
+"""Words in the error of a request that a server wants an API key for."""
 _EVENT = b"data: "
 _DONE = b"[DONE]"
 
@@ -243,8 +245,8 @@ class SGLangClient:
         except (aiohttp.ClientError, OSError) as error:
             raise ServerLost(f"{self.url}{path}: {error!r}") from error
         if status != 200:
-            asks_for_key = ", it asks for a key" if status in (401, 403) else ""
-            raise ServerRefused(f"{self.url}{path} answered {status}{asks_for_key}: {_words(text)}")
+            wants = f", {ASKS_FOR_KEY}" if status in (401, 403) else ""
+            raise ServerRefused(f"{self.url}{path} answered {status}{wants}: {_words(text)}")
         try:
             answer = json.loads(text) if text else {}
         except (ValueError, RecursionError):

@@ -13,7 +13,7 @@ import aiohttp
 
 from impala_llm.config import ConfigError
 from impala_llm.engines.base import EngineError
-from impala_llm.engines.sglang.client import SGLangClient
+from impala_llm.engines.sglang.client import ASKS_FOR_KEY, SGLangClient
 from impala_llm.pipeline.shm.actor_claims import claimed_servers
 from impala_llm.processes.supervised import tell
 from impala_llm.settings import Config
@@ -70,7 +70,7 @@ async def _patience(client: SGLangClient, timeout_s: float) -> AsyncIterator[Non
         did, fix = f"did not answer for {timeout_s:g} s", "start the server, or correct the URL"
         if client.refusal:
             did = f"answers, but was no SGLang server that is ready within {timeout_s:g} s ({client.refusal})"
-        if "it asks for a key" in client.refusal:
+        if ASKS_FOR_KEY in client.refusal:
             fix = "start it without --api-key, since the engine has a key for servers of its own alone"
         raise ServerAbsent(f"engine.urls: {client.url} {did}: {fix}") from None
     finally:
