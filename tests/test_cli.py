@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 from impala_llm import cli, launch
 from impala_llm.commands import parser as commands
 from impala_llm.commands.settings_reference import markdown, reference
-from impala_llm.config import known_keys, load, to_yaml
+from impala_llm.config import load, to_yaml
+from impala_llm.config_files import known_keys
 from impala_llm.learning.checkpoints.policy_folders import replace_folder
 from impala_llm.processes.stop_signals import STOP_SIGNALS
 from impala_llm.settings import ASSETS, Config

@@ -7,7 +7,8 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from impala_llm.config import ConfigError, config_folder, load, to_yaml
+from impala_llm.config import ConfigError, load, to_yaml
+from impala_llm.config_files import config_folder
 from impala_llm.settings import Config
 from tests import compositions
 

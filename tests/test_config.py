@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from impala_llm.checks.familiar_names import FAMILIAR_CHOICES
-from impala_llm.config import ConfigError, config_folder, load, threads_per_process, to_yaml
+from impala_llm.config import ConfigError, load, threads_per_process, to_yaml
+from impala_llm.config_files import config_folder
 from impala_llm.settings import ASSETS, Config
 
 OF_THE_USER = {

@@ -12,7 +12,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from impala_llm.checks.familiar_names import FAMILIAR_CHOICES, meant_by
-from impala_llm.config import ConfigError, config_folder, known_keys, load, refuse_unknown_keys
+from impala_llm.config import ConfigError, load
+from impala_llm.config_explained import refuse_unknown_keys
+from impala_llm.config_files import config_folder, known_keys
 from impala_llm.engines.base import EngineError
 from impala_llm.envs.contract import EnvironmentFault
 from impala_llm.gpus import visible_gpus, with_num_actors

@@ -21,7 +21,8 @@ from typing import Any
 from impala_llm import settings
 from impala_llm.algorithms.registry import PARTS
 from impala_llm.checks.familiar_names import FAMILIAR_CHOICES, FAMILIAR_NAMES
-from impala_llm.config import known_keys, present_word
+from impala_llm.config import present_word
+from impala_llm.config_files import known_keys
 from impala_llm.part_signatures import parameters_of
 from impala_llm.plugs import ENGINES, ENVIRONMENTS, PartKind, load, option_fields
 from impala_llm.settings import CreditSettings, LossSettings
