@@ -145,7 +145,7 @@ def test_phases_that_choose_and_phases_that_report_share_no_seed_and_no_split() 
         *plan.main(range(30), finished), *plan.long(range(10), finished), *shop.shop(range(5), finished),
         *plan.confirm(range(10), finished), *plan.dpo(range(10), finished), *plan.precision(range(10)),
         *shop.replay(range(3), finished), *plan.after_main(range(10)), *shop.at_256(range(3), finished),
-        *shop.confirm(range(6)),
+        *shop.confirm(range(6)), *plan.long_one_rate(range(6)),
     ]  # fmt: skip
     assert {run.evaluate_on for run in choosing} == {"validation"} and {run.evaluate_on for run in reported} == {"test"}
     assert not {run.seed for run in choosing} & {run.seed for run in reported}
@@ -164,6 +164,14 @@ def test_the_default_is_confirmed_on_seeds_and_goals_of_its_own() -> None:
     assert {plan.rate_of(run.as_dict()) for run in runs} == {1e-4}
 
 
+def test_losses_on_the_long_corridor_have_one_rate_and_seeds_of_no_other_phase() -> None:
+    finished = as_scored({"TOPR": 0.9})
+    runs = plan.long_one_rate(range(plan.SEEDS["long-one-rate"]))
+    assert {plan.rate_of(run.as_dict()) for run in runs} == {5e-4} and {run.num_turns for run in runs} == {6}
+    others = [*plan.long(range(5), finished), *plan.confirm(range(10), finished), *shop.confirm(range(6))]
+    assert not {run.seed for run in runs} & {run.seed for run in others}
+
+
 def test_every_run_of_the_plan_has_settings_that_the_learner_accepts_and_methods_differ_in_nothing_else() -> None:
     finished = as_scored({"TOPR": 0.9})
     plans = [
@@ -171,6 +179,7 @@ def test_every_run_of_the_plan_has_settings_that_the_learner_accepts_and_methods
         plan.quarters([0])[::16], plan.built([0], finished), plan.built_again([0], finished),
         plan.confirm([0], finished),
         plan.after_main([0]), plan.dpo_rates([0]), plan.dpo([0], finished), plan.precision([0]),
+        plan.long_one_rate([0]),
         shop.rates([0], finished), shop.shop([0], finished), shop.replay([0], finished), shop.at_256([0], finished),
         shop.confirm([0]),
     ]  # fmt: skip
@@ -183,8 +192,8 @@ def test_every_run_of_the_plan_has_settings_that_the_learner_accepts_and_methods
         # More samples per insert are more updates of as many episodes.
         same = {"method": "", "lag": 0, "task": "", "overrides": (), "num_updates": 0, "evaluate_every": 0}
         assert len({replace(run, **same) for run in runs}) == 1
-    starts = {start for runs in plans[:12] for run in runs if (start := grid.start_of(run))}
-    assert all(grid.start_of(run) is None for runs in plans[12:] for run in runs)
+    starts = {start for runs in plans[:13] for run in runs if (start := grid.start_of(run))}
+    assert all(grid.start_of(run) is None for runs in plans[13:] for run in runs)
     for start in starts:
         load(start.overrides)
 

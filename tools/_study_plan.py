@@ -4,6 +4,7 @@
     screen   every method at the rate chosen at lag 16: lags 64, 256     the same tasks and seeds
     main     the fixed methods and the best rivals, all lags             test tasks, reported seeds
     long     the same on a corridor of twice as many turns
+    long-one-rate    losses on that corridor, all at one rate             test tasks, seeds of their own
     quarters    81 losses, by what each quarter of the tokens weighs      validation tasks, seeds of their own
     built       the best of them at three rates                           validation tasks and seeds
     built-again three more of them, one for each way in which good outweighs bad      the same tasks and seeds
@@ -71,8 +72,9 @@ LAGS = (0, 16, 64, 256)
 VALIDATION_SEEDS_FROM = 1000
 QUARTER_SEEDS_FROM = 2000
 CONFIRM_SEEDS_FROM = 30
+ONE_RATE_SEEDS_FROM = 40
 SEEDS = {
-    "rates": 3, "screen": 3, "main": 30, "long": 5, "quarters": 2, "built": 3, "built-again": 3, "confirm": 10,
+    "rates": 3, "screen": 3, "main": 30, "long": 5, "quarters": 2, "built": 3, "built-again": 3, "confirm": 10, "long-one-rate": 6,
     "after-main": 10, "dpo-rates": 3, "dpo": 10, "precision": 10, "shop-rates": 1, "shop": 5, "shop-256": 3,
     "shop-confirm": 6, "shop-replay": 3,
 }  # fmt: skip
@@ -130,6 +132,18 @@ def long(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
         _corridor("long", lag, method, chosen[method][16], seed, num_turns=6)
         for lag in (0, 16, 64)
         for method in methods
+        for seed in seeds
+    ]
+    return [replace(run, evaluate_on="test") for run in runs]
+
+
+def long_one_rate(seeds: Sequence[int]) -> list[RunSettings]:
+    """In `long` TOPR has twice the rate of two losses that keep more, and PPO's clip four times that rate."""
+    methods = {name: METHODS[name] for name in ("TOPR", "PPO clip", "M2PO", "no correction")}
+    runs = [
+        _corridor_with("long-one-rate", lag, method, words, 5e-4, ONE_RATE_SEEDS_FROM + seed, num_turns=6)
+        for lag in (0, 64)
+        for method, words in (methods | {"floored IS": FLOORED_IS}).items()
         for seed in seeds
     ]
     return [replace(run, evaluate_on="test") for run in runs]

@@ -8,8 +8,9 @@
 
 First study: a, corrections by lag; b, how fast V-trace forgets under engine noise; c, replay priorities; d, what about
 truncated weights it is that breaks at a large lag; e, what the critic has to do with it. Second study, each phase after
-the ones that it rests on: rates, screen, main, long, quarters, built, built-again, confirm, after-main, dpo-rates, dpo,
-precision (tools/_study_plan.py), shop-rates, shop, shop-256, shop-confirm, shop-replay (tools/_study_shop.py). A
+the ones that it rests on: rates, screen, main, long, quarters, built, built-again, confirm, after-main, long-one-rate,
+dpo-rates, dpo, precision (tools/_study_plan.py), shop-rates, shop, shop-256, shop-confirm, shop-replay
+(tools/_study_shop.py). A
 finished run is one file under --runs, named by its settings: a second call runs only what is missing, and changed
 settings run anew. Runs whose data stand under docs/results/off_policy are finished too, so that a clone of this
 repository goes on where the study stopped; to run a part anew, move its file away and name an empty --runs.
@@ -206,7 +207,7 @@ def planned(part: str, seeds: Sequence[int], folder: Path, policy: str | None = 
     on_nothing = {
         "a": grid.part_a, "c": grid.part_c, "d": grid.part_d, "e": grid.part_e,
         "rates": plan.rates, "quarters": plan.quarters, "dpo-rates": plan.dpo_rates, "precision": plan.precision,
-        "after-main": plan.after_main,
+        "after-main": plan.after_main, "long-one-rate": plan.long_one_rate,
     }  # fmt: skip
     if part in on_nothing:
         return on_nothing[part](seeds)
