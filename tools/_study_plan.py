@@ -74,9 +74,9 @@ QUARTER_SEEDS_FROM = 2000
 CONFIRM_SEEDS_FROM = 30
 ONE_RATE_SEEDS_FROM = 40
 SEEDS = {
-    "rates": 3, "screen": 3, "main": 30, "long": 5, "quarters": 2, "built": 3, "built-again": 3, "confirm": 10, "long-one-rate": 6,
-    "after-main": 10, "dpo-rates": 3, "dpo": 10, "precision": 10, "shop-rates": 1, "shop": 5, "shop-256": 3,
-    "shop-confirm": 6, "shop-replay": 3,
+    "rates": 3, "screen": 3, "main": 30, "long": 5, "quarters": 2, "built": 3, "built-again": 3, "confirm": 10,
+    "after-main": 10, "long-one-rate": 6, "dpo-rates": 3, "dpo": 10, "precision": 10, "shop-rates": 1, "shop": 5,
+    "shop-256": 3, "shop-confirm": 6, "shop-replay": 3,
 }  # fmt: skip
 """Number of seeds of each phase."""
 SYNC_INTERVALS = {"every update": "1", "every 5": "5", "every 25": "25", "never": "null"}
