@@ -221,6 +221,8 @@ def test_the_reports_of_the_second_study_come_out_of_its_data(tmp_path: Path) ->
     there = {method for pair in plan.AFTER_MAIN for method in pair} - {"ρ1ρρ, token"}  # which these data do not build
     pairs = [pair for pair in plan.AFTER_MAIN if {*pair} <= there]
     assert all(f"| {ours} less {other} | 256 | 2 |" in second_look for ours, other in pairs) and len(pairs) == 11
+    at_one_rate = study.report_of_second("long-one-rate", finished(plan.long_one_rate(range(2))), tmp_path)
+    assert at_one_rate.count("| TOPR less floored IS | 64 |") == 2, "with Student's intervals as well"
     of_intervals = study.report_of_second("dpo", finished(plan.dpo(range(2), finished)), tmp_path)
     assert of_intervals.count("| DPO, weights every update less ") == 3
     of_shop = study.report_of_second("shop", finished(shop.shop(range(2), finished)), tmp_path)
