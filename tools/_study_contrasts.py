@@ -21,13 +21,22 @@ CONTRASTED_LAGS = (16, 64, 256)
 """Lags of the tests that are corrected together."""
 
 
-def scores_by_seed(runs: Sequence[Result], which: str = "sampled") -> dict[int, float]:
-    return {run["settings"]["seed"]: reporting.final_score(run, which) for run in runs}
+Pair = tuple[int, float]
+"""Seed of a run, and greedy score of the policy that it began with: runs are paired where both are the same, since a
+starting policy that was made on another machine is another one."""
 
 
-def gains_by_seed(runs: Sequence[Result]) -> dict[int, float]:
+def pair_of(run: Result) -> Pair:
+    return run["settings"]["seed"], run["curve"][0]["greedy"]
+
+
+def scores_by_pair(runs: Sequence[Result], which: str = "sampled") -> dict[Pair, float]:
+    return {pair_of(run): reporting.final_score(run, which) for run in runs}
+
+
+def gains_by_pair(runs: Sequence[Result]) -> dict[Pair, float]:
     """Final score less that of the policy which the run began with."""
-    return {run["settings"]["seed"]: reporting.final_score(run) - run["curve"][0]["sampled"] for run in runs}
+    return {pair_of(run): reporting.final_score(run) - run["curve"][0]["sampled"] for run in runs}
 
 
 def with_interval(values: np.ndarray, statistic: stats.Statistic = stats.interquartile_mean) -> str:
@@ -36,12 +45,12 @@ def with_interval(values: np.ndarray, statistic: stats.Statistic = stats.interqu
     return f"{float(statistic(values)):.3f}" + (f" [{low:.3f}, {high:.3f}]" if len(values) > 1 else "")
 
 
-def kept(at_lag: dict[int, float], at_zero: dict[int, float]) -> str:
-    """Share of the score (or gain) at lag 0 that is left, over the seeds that both have."""
-    seeds = sorted(set(at_lag) & set(at_zero))
-    if not seeds:
+def kept(at_lag: dict[Pair, float], at_zero: dict[Pair, float]) -> str:
+    """Share of the score (or gain) at lag 0 that is left, over the pairs that both have."""
+    common = sorted(set(at_lag) & set(at_zero))
+    if not common:
         return ""
-    pairs = np.array([[at_lag[seed], at_zero[seed]] for seed in seeds])
+    pairs = np.array([[at_lag[pair], at_zero[pair]] for pair in common])
     low, high = stats.bootstrap_interval(pairs, stats.kept_share)
     return f"{100 * float(stats.kept_share(pairs.T)):.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
 
@@ -52,7 +61,7 @@ def score_table(results: Sequence[Result]) -> str:
     rows = []
     for (task, lag, method), runs in groups.items():
         at_zero = groups.get((task, 0, method), [])
-        scores, own = scores_by_seed(runs), scores_by_seed(at_zero)
+        scores, own = scores_by_pair(runs), scores_by_pair(at_zero)
         zero = float(np.mean(list(own.values()))) if own else float("nan")
         broken = sum(
             reporting.final_score(run) < reporting.BREAKS_BELOW * zero or reporting.has_collapsed(run) for run in runs
@@ -62,7 +71,7 @@ def score_table(results: Sequence[Result]) -> str:
             [
                 task, str(lag), method, str(len(runs)), with_interval(np.array(list(scores.values()))),
                 with_interval(greedy), with_interval(np.array([reporting.area(run) for run in runs])),
-                kept(scores, own) if lag else "", kept(gains_by_seed(runs), gains_by_seed(at_zero)) if lag else "",
+                kept(scores, own) if lag else "", kept(gains_by_pair(runs), gains_by_pair(at_zero)) if lag else "",
                 f"{broken} of {len(runs)}",
                 f"{reporting.figure_of(runs, 'ratio/ess'):.2f}", f"{reporting.figure_of(runs, 'ratio/k3'):.3f}",
                 f"{np.mean([run['action_tokens'] for run in runs]):.0f}",
@@ -94,7 +103,7 @@ def rate_table(results: Sequence[Result]) -> str:
 def quarter_tables(results: Sequence[Result]) -> str:
     """Four tables: the weights of each quarter, what explains the variance between cells, the two quarters that belong
     together, and the best cells beside those that have a name. Intervals are over the other quarters' settings."""
-    by_label = {method: scores_by_seed(runs) for (method,), runs in reporting.group_by(results, "method").items()}
+    by_label = {method: scores_by_pair(runs) for (method,), runs in reporting.group_by(results, "method").items()}
     try:
         scores = quarter.scores_of(by_label)
     except ValueError as error:
@@ -142,37 +151,26 @@ def quarter_tables(results: Sequence[Result]) -> str:
     )
 
 
-def with_starts_of(results: Sequence[Result], others: Sequence[Result]) -> list[Result]:
-    """Return those of the other runs that began with the policy of this phase's runs of the same seed: others are no
-    pairs. A starting policy that was made on another machine is another one."""
-
-    def start(run: Result) -> tuple[int, float, float]:
-        return run["settings"]["seed"], run["curve"][0]["greedy"], run["curve"][0]["sampled"]
-
-    starts = {start(run) for run in results}
-    return [run for run in others if start(run) in starts]
-
-
 def contrast_table(
     results: Sequence[Result], pairs: Sequence[tuple[str, str]], lags: Sequence[int] = CONTRASTED_LAGS
 ) -> str:
-    """The first method of each pair less the second at each lag, paired by seed; p of the mean by signs, and corrected
-    by Holm's method over all rows. Beside it the difference of greedy scores, which is not tested."""
+    """The first method of each pair less the second at each lag, paired as `Pair` says; p of the mean by signs, and
+    corrected by Holm's method over all rows. Beside it the difference of greedy scores, which is not tested."""
     groups = reporting.group_by(results, "method", "lag")
-    of = {key: scores_by_seed(runs) for key, runs in groups.items()}
+    of = {key: scores_by_pair(runs) for key, runs in groups.items()}
     rows: list[list[str]] = []
     p_values: list[float] = []
     for lag in lags:
         for method, other in pairs:
             ours, theirs = of.get((method, lag), {}), of.get((other, lag), {})
-            seeds = sorted(set(ours) & set(theirs))
-            if not seeds:
+            common = sorted(set(ours) & set(theirs))
+            if not common:
                 continue
-            differences = np.array([ours[seed] - theirs[seed] for seed in seeds])
+            differences = np.array([ours[pair] - theirs[pair] for pair in common])
             p_values.append(stats.paired_p_value(differences.tolist()))
-            label = [f"{method} less {other}", str(lag), str(len(seeds))]
-            ours, theirs = (scores_by_seed(groups[one, lag], "greedy") for one in (method, other))
-            greedy = np.array([ours[seed] - theirs[seed] for seed in seeds])
+            label = [f"{method} less {other}", str(lag), str(len(common))]
+            ours, theirs = (scores_by_pair(groups[one, lag], "greedy") for one in (method, other))
+            greedy = np.array([ours[pair] - theirs[pair] for pair in common])
             intervals = (with_interval(differences, stats.mean), with_interval(differences))
             rows.append([*label, *intervals, with_interval(greedy, stats.mean)])
     for row, p, corrected in zip(rows, p_values, stats.holm(p_values), strict=True):
@@ -306,7 +304,7 @@ def plot_side_by_side(
 
 def _middles_and_edges(groups: Sequence[Sequence[Result]]) -> tuple[list[float], np.ndarray]:
     """Interquartile mean of each group of runs, and its interval."""
-    scores = [np.array(list(scores_by_seed(runs).values())) for runs in groups]
+    scores = [np.array(list(scores_by_pair(runs).values())) for runs in groups]
     edges = np.array([stats.bootstrap_interval(found) for found in scores])
     return [float(stats.interquartile_mean(found)) for found in scores], edges
 

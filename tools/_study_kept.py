@@ -21,7 +21,8 @@ COMMON = "PPO clip"
 def of_best_table(results: Sequence[Result]) -> str:
     """Score and gain against the method's best rate at lag 0, and against delay alone.
 
-    Delay alone: the runs of that method and rate without a lag, as many updates earlier as the lag is long.
+    Delay alone: the runs of that method and rate without a lag, as many updates earlier as the lag is long; last the
+    score less theirs, by pairs, with Student's 95 % interval.
     """
     groups = reporting.group_by(results, "method", "lag", "task")
     rows = []
@@ -29,18 +30,29 @@ def of_best_table(results: Sequence[Result]) -> str:
         if not lag or (method, 0, task) not in groups:
             continue
         at_zero = [found for (other, at, _), found in groups.items() if (other, at) == (method, 0)]
-        best = max(at_zero, key=lambda found: _middle(contrasts.scores_by_seed(found)))
-        earlier = [_score_before(run, lag) for run in groups[method, 0, task]]
-        score, delayed = _middle(contrasts.scores_by_seed(runs)), float(stats.interquartile_mean(np.array(earlier)))
+        best = max(at_zero, key=lambda found: _middle(contrasts.scores_by_pair(found)))
+        scores = contrasts.scores_by_pair(runs)
+        earlier = {contrasts.pair_of(run): _score_before(run, lag) for run in groups[method, 0, task]}
+        score, delayed = _middle(scores), _middle(earlier)
         rows.append(
             [
                 method, str(lag), f"{score:.3f}", f"{plan.rate_of(best[0]['settings']):g}",
-                f"{100 * score / _middle(contrasts.scores_by_seed(best)):.0f} %",
-                f"{100 * _middle(contrasts.gains_by_seed(runs)) / _middle(contrasts.gains_by_seed(best)):.0f} %",
-                f"{delayed:.3f}", _share(score, delayed),
+                f"{100 * score / _middle(contrasts.scores_by_pair(best)):.0f} %",
+                _share(_middle(contrasts.gains_by_pair(runs)), _middle(contrasts.gains_by_pair(best))),
+                f"{delayed:.3f}", _share(score, delayed), _student(_less(scores, earlier)),
             ]
         )  # fmt: skip
-    header = ["method", "lag", "score", "best rate at lag 0", "kept of it", "of its gain", "delay alone", "of that"]
+    header = [
+        "method",
+        "lag",
+        "score",
+        "best rate at lag 0",
+        "kept of it",
+        "of its gain",
+        "delay alone",
+        "of that",
+        "less that",
+    ]
     return reporting.table(header, rows)
 
 
@@ -57,7 +69,7 @@ def student_table(results: Sequence[Result], pairs: Sequence[tuple[str, str]]) -
             ]
             if any(cells):
                 ours, theirs = (_ratios(groups, name, lag) for name in (method, other))
-                shares = [ours[seed] - theirs[seed] for seed in sorted({*ours} & {*theirs})]
+                shares = _less(ours, theirs)
                 rows.append([f"{method} less {other}", str(lag), *cells, _student(shares, 1)])
     return reporting.table(["contrast, Student", "lag", "sampled", "greedy", "kept, points"], rows)
 
@@ -67,13 +79,13 @@ def kept_table(results: Sequence[Result]) -> str:
     interval), as the mean of the seeds' ratios, and of the score of `COMMON` without a lag; ±: Student's 95 %. Last,
     what the starting policy would keep."""
     groups = reporting.group_by(results, "method", "lag")
-    common = contrasts.scores_by_seed(groups.get((COMMON, 0), []))
+    common = contrasts.scores_by_pair(groups.get((COMMON, 0), []))
     rows = []
     for (method, lag), runs in groups.items():
         if not lag or (method, 0) not in groups:
             continue
-        scores, own = contrasts.scores_by_seed(runs), contrasts.scores_by_seed(groups[method, 0])
-        starts = {seed: scores[seed] - gain for seed, gain in contrasts.gains_by_seed(runs).items()}
+        scores, own = contrasts.scores_by_pair(runs), contrasts.scores_by_pair(groups[method, 0])
+        starts = {pair: scores[pair] - gain for pair, gain in contrasts.gains_by_pair(runs).items()}
         rows.append(
             [
                 method, str(lag), str(len(runs)), contrasts.kept(scores, own), _percent(scores, own),
@@ -86,7 +98,7 @@ def kept_table(results: Sequence[Result]) -> str:
     return reporting.table(header, rows)
 
 
-def _middle(scores: dict[int, float]) -> float:
+def _middle(scores: dict[contrasts.Pair, float]) -> float:
     return float(stats.interquartile_mean(np.array(list(scores.values()))))
 
 
@@ -101,8 +113,11 @@ def _score_before(run: Result, updates: int) -> float:
 
 
 def _differences(runs: Sequence[Result], others: Sequence[Result], which: str) -> list[float]:
-    ours, theirs = contrasts.scores_by_seed(runs, which), contrasts.scores_by_seed(others, which)
-    return [ours[seed] - theirs[seed] for seed in sorted({*ours} & {*theirs})]
+    return _less(contrasts.scores_by_pair(runs, which), contrasts.scores_by_pair(others, which))
+
+
+def _less(ours: dict[contrasts.Pair, float], theirs: dict[contrasts.Pair, float]) -> list[float]:
+    return [ours[pair] - theirs[pair] for pair in sorted({*ours} & {*theirs})]
 
 
 def _student(values: Sequence[float], digits: int = 3) -> str:
@@ -112,16 +127,16 @@ def _student(values: Sequence[float], digits: int = 3) -> str:
     return f"{middle:.{digits}f} [{middle - half:.{digits}f}, {middle + half:.{digits}f}]"
 
 
-def _ratios(groups: dict[tuple[str, int], list[Result]], method: str, lag: int) -> dict[int, float]:
+def _ratios(groups: dict[tuple[str, int], list[Result]], method: str, lag: int) -> dict[contrasts.Pair, float]:
     """Percentage of its own score at lag 0 that each seed keeps."""
-    return _percents(*(contrasts.scores_by_seed(groups.get((method, at), [])) for at in (lag, 0)))
+    return _percents(*(contrasts.scores_by_pair(groups.get((method, at), [])) for at in (lag, 0)))
 
 
-def _percents(scores: dict[int, float], of: dict[int, float]) -> dict[int, float]:
-    return {seed: 100 * scores[seed] / of[seed] for seed in sorted({*scores} & {*of}) if of[seed] > 0}
+def _percents(scores: dict[contrasts.Pair, float], of: dict[contrasts.Pair, float]) -> dict[contrasts.Pair, float]:
+    return {pair: 100 * scores[pair] / of[pair] for pair in sorted({*scores} & {*of}) if of[pair] > 0}
 
 
-def _percent(scores: dict[int, float], of: dict[int, float]) -> str:
+def _percent(scores: dict[contrasts.Pair, float], of: dict[contrasts.Pair, float]) -> str:
     """Mean of the seeds' ratios."""
     ratios = list(_percents(scores, of).values())
     return reporting.with_interval(ratios, 1) + " %" if len(ratios) > 1 else ""

@@ -17,6 +17,7 @@ Invariant: a cell is chosen by the fitted model below, from all runs at once, an
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -149,8 +150,8 @@ def fitted(scores: np.ndarray) -> np.ndarray:
     return np.asarray(design @ coefficients)
 
 
-def scores_of(by_label: dict[str, dict[int, float]]) -> np.ndarray:
-    """float[81, n] over the seeds that all cells have, from label -> seed -> score.
+def scores_of(by_label: dict[str, dict[Any, float]]) -> np.ndarray:
+    """float[81, n] over the seeds that all cells have, from label -> seed -> score. A seed may be any key.
 
     Raises:
         ValueError: a cell is missing, or no seed is common to all.

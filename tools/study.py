@@ -272,7 +272,7 @@ def report_of_second(part: str, results: list[dict[str, Any]], out: Path) -> str
         contrasts.plot_by_lag(results, out / f"{part}.svg", SHOP_SCORES)
         pairs = [pair for pair in shop.CONTRASTS if {*pair} <= {*methods}]
         tables.append(contrasts.contrast_table(results, pairs))
-        tables += [keeping.student_table(results, pairs), keeping.kept_table(results)]
+        tables += [keeping.student_table(results, pairs), keeping.kept_table(results), keeping.of_best_table(results)]
     elif part == "precision":
         contrasts.plot_side_by_side(
             results, out / f"{part}.svg", lambda m: (m.rpartition(", ")[0], m.rpartition(", ")[2]), (0.6, 1.0)
@@ -284,8 +284,8 @@ def report_of_second(part: str, results: list[dict[str, Any]], out: Path) -> str
     else:
         contrasts.plot_by_lag(results, out / f"{part}.svg")
         if part == "after-main":
-            before = contrasts.with_starts_of(results, read_data("confirm", out))
-            tables.append(contrasts.contrast_table([*results, *before], plan.AFTER_MAIN))
+            tables.append(contrasts.contrast_table([*results, *read_data("confirm", out)], plan.AFTER_MAIN))
+            tables.append(keeping.of_best_table(results))
         elif part != "screen":  # nothing is concluded from what chooses
             first = methods[-1] if part == "confirm" else methods[0]
             pairs = [(first, m) for m in methods if m != first]
