@@ -120,8 +120,9 @@ def default(finished: Finished, policy: str | None = None) -> str:
 
 def confirm(seeds: Sequence[int], policy: str | None = None) -> list[RunSettings]:
     """The default and its rival with and without a lag, and no correction where it should break: at one rate, on fresh
-    seeds, each with a catalogue of its own, so that what goals vary is in the intervals too."""
-    arms = ((64, "TOPR"), (64, "PPO clip"), (0, "TOPR"), (0, "PPO clip"), (16, "no correction"))
+    seeds, each with a catalogue of its own, so that what goals vary is in the intervals too. The last arm was added
+    when the others, and `long-one-rate`, had been looked at."""
+    arms = ((64, "TOPR"), (64, "PPO clip"), (0, "TOPR"), (0, "PPO clip"), (16, "no correction"), (64, BUILT))
     runs = []
     for number in (FRESH_FROM + seed for seed in seeds):
         for lag, method in arms:
