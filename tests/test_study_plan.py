@@ -373,7 +373,7 @@ def test_what_was_built_becomes_the_default_where_it_is_not_worse_and_not_behind
         ]
 
     assert shop.default(finished) == becomes
-    assert {run.method for run in shop.at_256([0], finished)} == {*shop.CONTENDERS, "TOPR, 1e-4"}
+    assert {run.method for run in shop.at_256([0], finished)} == {*shop.CONTENDERS, "TOPR, 1e-4", f"{shop.BUILT}, 1e-4"}
 
 
 def test_replays_have_equally_many_episodes_by_the_method_that_was_best_at_a_lag_of_16() -> None:
