@@ -23,7 +23,8 @@ CONTRASTED_LAGS = (16, 64, 256)
 
 Pair = tuple[int, float]
 """Seed of a run, and greedy score of the policy that it began with: runs are paired where both are the same, since a
-starting policy that was made on another machine is another one."""
+starting policy that was made on another machine is another one. The greedy score stands for the policy, which is not
+kept; the sampled one differs by the engine's rounding too."""
 
 
 def pair_of(run: Result) -> Pair:

@@ -43,16 +43,9 @@ def of_best_table(results: Sequence[Result]) -> str:
             ]
         )  # fmt: skip
     header = [
-        "method",
-        "lag",
-        "score",
-        "best rate at lag 0",
-        "kept of it",
-        "of its gain",
-        "delay alone",
-        "of that",
+        "method", "lag", "score", "best rate at lag 0", "kept of it", "of its gain", "delay alone", "of that",
         "less that",
-    ]
+    ]  # fmt: skip
     return reporting.table(header, rows)
 
 

@@ -139,14 +139,9 @@ def long(seeds: Sequence[int], finished: Finished) -> list[RunSettings]:
 
 def long_one_rate(seeds: Sequence[int]) -> list[RunSettings]:
     """In `long` TOPR has twice the rate of two losses that keep more, and PPO's clip four times that rate."""
-    methods = {name: METHODS[name] for name in ("TOPR", "PPO clip", "M2PO", "no correction")}
-    runs = [
-        _corridor_with("long-one-rate", lag, method, words, 5e-4, ONE_RATE_SEEDS_FROM + seed, num_turns=6)
-        for lag in (0, 64)
-        for method, words in (methods | {"floored IS": FLOORED_IS}).items()
-        for seed in seeds
-    ]
-    return [replace(run, evaluate_on="test") for run in runs]
+    methods = {name: (METHODS[name], 5e-4) for name in ("TOPR", "PPO clip", "M2PO", "no correction")}
+    methods["floored IS"] = (FLOORED_IS, 5e-4)
+    return _on_fresh_seeds("long-one-rate", (0, 64), methods, seeds, ONE_RATE_SEEDS_FROM, num_turns=6)
 
 
 def quarters(seeds: Sequence[int]) -> list[RunSettings]:
@@ -322,11 +317,16 @@ def _corridor(part: str, lag: int, method: str, rate: float, seed: int, num_turn
 
 
 def _on_fresh_seeds(
-    part: str, lags: Sequence[int], methods: dict[str, tuple[tuple[str, ...], float]], seeds: Sequence[int]
+    part: str,
+    lags: Sequence[int],
+    methods: dict[str, tuple[tuple[str, ...], float]],
+    seeds: Sequence[int],
+    seeds_from: int = CONFIRM_SEEDS_FROM,
+    num_turns: int = 3,
 ) -> list[RunSettings]:
     """Runs on test tasks and on seeds that nothing was chosen by. methods: label -> words, learning rate."""
     runs = [
-        _corridor_with(part, lag, method, words, rate, CONFIRM_SEEDS_FROM + seed)
+        _corridor_with(part, lag, method, words, rate, seeds_from + seed, num_turns)
         for lag in lags
         for method, (words, rate) in methods.items()
         for seed in seeds

@@ -10,8 +10,9 @@ First study: a, corrections by lag; b, how fast V-trace forgets under engine noi
 truncated weights it is that breaks at a large lag; e, what the critic has to do with it. Second study, each phase after
 the ones that it rests on: rates, screen, main, long, quarters, built, built-again, confirm, after-main, long-one-rate,
 dpo-rates, dpo, precision (tools/_study_plan.py), shop-rates, shop, shop-256, shop-confirm, shop-replay
-(tools/_study_shop.py). A
-finished run is one file under --runs, named by its settings: a second call runs only what is missing, and changed
+(tools/_study_shop.py).
+
+A finished run is one file under --runs, named by its settings: a second call runs only what is missing, and changed
 settings run anew. Runs whose data stand under docs/results/off_policy are finished too, so that a clone of this
 repository goes on where the study stopped; to run a part anew, move its file away and name an empty --runs.
 Needs the extra `plots`. Text: docs/results/off_policy.md, of the first study off_policy_first.md;
