@@ -145,7 +145,7 @@ def test_phases_that_choose_and_phases_that_report_share_no_seed_and_no_split() 
         *plan.main(range(30), finished), *plan.long(range(10), finished), *shop.shop(range(5), finished),
         *plan.confirm(range(10), finished), *plan.dpo(range(10), finished), *plan.precision(range(10)),
         *shop.replay(range(3), finished), *plan.after_main(range(10)), *shop.at_256(range(3), finished),
-        *shop.confirm(range(6)), *plan.long_one_rate(range(6)),
+        *shop.confirm(range(6)), *plan.long_one_rate(range(6)), *plan.lag_4(range(10)),
     ]  # fmt: skip
     assert {run.evaluate_on for run in choosing} == {"validation"} and {run.evaluate_on for run in reported} == {"test"}
     assert not {run.seed for run in choosing} & {run.seed for run in reported}
@@ -179,7 +179,7 @@ def test_every_run_of_the_plan_has_settings_that_the_learner_accepts_and_methods
         plan.quarters([0])[::16], plan.built([0], finished), plan.built_again([0], finished),
         plan.confirm([0], finished),
         plan.after_main([0]), plan.dpo_rates([0]), plan.dpo([0], finished), plan.precision([0]),
-        plan.long_one_rate([0]),
+        plan.long_one_rate([0]), plan.lag_4([0]),
         shop.rates([0], finished), shop.shop([0], finished), shop.replay([0], finished), shop.at_256([0], finished),
         shop.confirm([0]),
     ]  # fmt: skip
@@ -192,8 +192,8 @@ def test_every_run_of_the_plan_has_settings_that_the_learner_accepts_and_methods
         # More samples per insert are more updates of as many episodes.
         same = {"method": "", "lag": 0, "task": "", "overrides": (), "num_updates": 0, "evaluate_every": 0}
         assert len({replace(run, **same) for run in runs}) == 1
-    starts = {start for runs in plans[:13] for run in runs if (start := grid.start_of(run))}
-    assert all(grid.start_of(run) is None for runs in plans[13:] for run in runs)
+    starts = {start for runs in plans[:14] for run in runs if (start := grid.start_of(run))}
+    assert all(grid.start_of(run) is None for runs in plans[14:] for run in runs)
     for start in starts:
         load(start.overrides)
 
@@ -223,6 +223,8 @@ def test_the_reports_of_the_second_study_come_out_of_its_data(tmp_path: Path) ->
     assert all(f"| {ours} less {other} | 256 | 2 |" in second_look for ours, other in pairs) and len(pairs) == 11
     at_one_rate = study.report_of_second("long-one-rate", finished(plan.long_one_rate(range(2))), tmp_path)
     assert at_one_rate.count("| TOPR less floored IS | 64 |") == 2, "with Student's intervals as well"
+    of_young_data = study.report_of_second("lag-4", finished(plan.lag_4(range(2))), tmp_path)
+    assert of_young_data.count("| TOPR less PPO clip | 4 |") == 2
     of_intervals = study.report_of_second("dpo", finished(plan.dpo(range(2), finished)), tmp_path)
     assert of_intervals.count("| DPO, weights every update less ") == 3
     of_shop = study.report_of_second("shop", finished(shop.shop(range(2), finished)), tmp_path)

@@ -17,10 +17,6 @@ from tools import _study_report as reporting
 from tools import _study_stats as stats
 from tools._study_report import Result
 
-CONTRASTED_LAGS = (16, 64, 256)
-"""Lags of the tests that are corrected together."""
-
-
 Pair = tuple[int, float]
 """Seed of a run, and greedy score of the policy that it began with: runs are paired where both are the same, since a
 starting policy that was made on another machine is another one. The greedy score stands for the policy, which is not
@@ -153,15 +149,15 @@ def quarter_tables(results: Sequence[Result]) -> str:
 
 
 def contrast_table(
-    results: Sequence[Result], pairs: Sequence[tuple[str, str]], lags: Sequence[int] = CONTRASTED_LAGS
+    results: Sequence[Result], pairs: Sequence[tuple[str, str]], lags: Sequence[int] | None = None
 ) -> str:
-    """The first method of each pair less the second at each lag, paired as `Pair` says; p of the mean by signs, and
-    corrected by Holm's method over all rows. Beside it the difference of greedy scores, which is not tested."""
+    """The first method of each pair less the second at each lag (None: all but 0), paired as `Pair` says; p of the mean
+    by signs, and corrected by Holm's method over all rows. Beside it the difference of greedy scores, not tested."""
     groups = reporting.group_by(results, "method", "lag")
     of = {key: scores_by_pair(runs) for key, runs in groups.items()}
     rows: list[list[str]] = []
     p_values: list[float] = []
-    for lag in lags:
+    for lag in sorted({at for _, at in groups} - {0}) if lags is None else lags:
         for method, other in pairs:
             ours, theirs = of.get((method, lag), {}), of.get((other, lag), {})
             common = sorted(set(ours) & set(theirs))

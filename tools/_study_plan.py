@@ -10,6 +10,7 @@
     built-again three more of them, one for each way in which good outweighs bad      the same tasks and seeds
     confirm     it beside what ships and the best rival, all lags         test tasks, seeds of their own
     after-main  what a reader of main missed, all lags                    the same tasks and seeds
+    lag-4       losses on data about as old as the defaults allow         test tasks, seeds of their own
     dpo-rates, dpo      DPO by how often weights are published            as rates, and then as confirm
     precision           engine in bfloat16 under a learner in float32     test tasks, seeds of their own
 
@@ -61,6 +62,8 @@ FLOORED_IS = (
 )  # fmt: skip
 """The best of part (b) by `confirm`, ρ1ρρ, without its band: ρ at most 3, at least 1 where A > 0."""
 
+SHIPPED_CRITIC = ("model.value_trunk_gradient=true",)
+
 FIXED = ("PPO clip", "V-trace turn, PPO clip", "no correction")
 """Methods that go into the later phases whatever is found: what ships, V-trace, and none."""
 NUM_RIVALS = 2
@@ -73,10 +76,11 @@ VALIDATION_SEEDS_FROM = 1000
 QUARTER_SEEDS_FROM = 2000
 CONFIRM_SEEDS_FROM = 30
 ONE_RATE_SEEDS_FROM = 40
+LAG_4_SEEDS_FROM = 60
 SEEDS = {
     "rates": 3, "screen": 3, "main": 30, "long": 5, "quarters": 2, "built": 3, "built-again": 3, "confirm": 10,
-    "after-main": 10, "long-one-rate": 6, "dpo-rates": 3, "dpo": 10, "precision": 10, "shop-rates": 1, "shop": 5,
-    "shop-256": 3, "shop-confirm": 6, "shop-replay": 3,
+    "after-main": 10, "long-one-rate": 6, "lag-4": 10, "dpo-rates": 3, "dpo": 10, "precision": 10, "shop-rates": 1,
+    "shop": 5, "shop-256": 3, "shop-confirm": 6, "shop-replay": 3,
 }  # fmt: skip
 """Number of seeds of each phase."""
 SYNC_INTERVALS = {"every update": "1", "every 5": "5", "every 25": "25", "never": "null"}
@@ -144,6 +148,13 @@ def long_one_rate(seeds: Sequence[int]) -> list[RunSettings]:
     return _on_fresh_seeds("long-one-rate", (0, 64), methods, seeds, ONE_RATE_SEEDS_FROM, num_turns=6)
 
 
+def lag_4(seeds: Sequence[int]) -> list[RunSettings]:
+    """`main` and `shop` leave out what lies between 0 and 16, and the defaults bound the age of data at 2."""
+    words_of = {name: METHODS[name] for name in ("TOPR", "PPO clip", "no correction")} | {"floored IS": FLOORED_IS}
+    methods = {name: ((*words, *SHIPPED_CRITIC), 1e-3) for name, words in words_of.items()}
+    return _on_fresh_seeds("lag-4", (0, 4), methods, seeds, LAG_4_SEEDS_FROM)
+
+
 def quarters(seeds: Sequence[int]) -> list[RunSettings]:
     """At the lag and the rate at which the methods of `screen` differ most."""
     return [
@@ -199,15 +210,14 @@ AFTER_MAIN = (
 
 
 def after_main(seeds: Sequence[int]) -> list[RunSettings]:
-    shipped = ("model.value_trunk_gradient=true",)
     methods = {
         "floored IS": (FLOORED_IS, 1e-3),
         "decoupled PPO": (METHODS["decoupled PPO"], 1e-3),
         "IcePop": (METHODS["IcePop"], 5e-4),
         "PPO clip, 1e-3": (METHODS["PPO clip"], 1e-3),
-        "PPO clip, critic that ships": ((*METHODS["PPO clip"], *shipped), 1e-3),
-        "TOPR, critic that ships": ((*METHODS["TOPR"], *shipped), 1e-3),
-        "floored IS, critic that ships": ((*FLOORED_IS, *shipped), 1e-3),
+        "PPO clip, critic that ships": ((*METHODS["PPO clip"], *SHIPPED_CRITIC), 1e-3),
+        "TOPR, critic that ships": ((*METHODS["TOPR"], *SHIPPED_CRITIC), 1e-3),
+        "floored IS, critic that ships": ((*FLOORED_IS, *SHIPPED_CRITIC), 1e-3),
     }
     return _on_fresh_seeds("after-main", LAGS, methods, seeds)
 

@@ -9,7 +9,7 @@
 First study: a, corrections by lag; b, how fast V-trace forgets under engine noise; c, replay priorities; d, what about
 truncated weights it is that breaks at a large lag; e, what the critic has to do with it. Second study, each phase after
 the ones that it rests on: rates, screen, main, long, quarters, built, built-again, confirm, after-main, long-one-rate,
-dpo-rates, dpo, precision (tools/_study_plan.py), shop-rates, shop, shop-256, shop-confirm, shop-replay
+lag-4, dpo-rates, dpo, precision (tools/_study_plan.py), shop-rates, shop, shop-256, shop-confirm, shop-replay
 (tools/_study_shop.py).
 
 A finished run is one file under --runs, named by its settings: a second call runs only what is missing, and changed
@@ -208,7 +208,7 @@ def planned(part: str, seeds: Sequence[int], folder: Path, policy: str | None = 
     on_nothing = {
         "a": grid.part_a, "c": grid.part_c, "d": grid.part_d, "e": grid.part_e,
         "rates": plan.rates, "quarters": plan.quarters, "dpo-rates": plan.dpo_rates, "precision": plan.precision,
-        "after-main": plan.after_main, "long-one-rate": plan.long_one_rate,
+        "after-main": plan.after_main, "long-one-rate": plan.long_one_rate, "lag-4": plan.lag_4,
     }  # fmt: skip
     if part in on_nothing:
         return on_nothing[part](seeds)
@@ -291,7 +291,7 @@ def report_of_second(part: str, results: list[dict[str, Any]], out: Path) -> str
             first = methods[-1] if part == "confirm" else methods[0]
             pairs = [(first, m) for m in methods if m != first]
             tables += [contrasts.contrast_table(results, pairs), keeping.of_best_table(results)]
-            if part == "long-one-rate":  # so few pairs that a bootstrap interval is too short
+            if part in ("long-one-rate", "lag-4"):  # so few pairs that a bootstrap interval is too short
                 tables.append(keeping.student_table(results, pairs))
     return "\n\n".join(tables)
 
