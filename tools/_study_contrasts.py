@@ -269,6 +269,19 @@ def plot_by_lag(results: Sequence[Result], path: Path, limits: tuple[float, floa
     _finish(figure, axis, path, f"{BAND}; below {limits[0]:g} cut off" if limits[0] else BAND)
 
 
+def plot_over_ess(results: Sequence[Result], path: Path) -> None:
+    """Final score over the effective sample size of the ratios, a point for each run with a lag."""
+    figure, axis = reporting.pyplot().subplots(figsize=(8.4, 4.4), constrained_layout=True)
+    lagged = [run for run in results if run["settings"]["lag"]]
+    for number, ((method,), runs) in enumerate(reporting.group_by(lagged, "method").items()):
+        sizes = [reporting.figure_of([run], "ratio/ess") for run in runs]
+        scores = [reporting.final_score(run) for run in runs]
+        axis.scatter(sizes, scores, 14, f"C{number % 7}", reporting.marker(number), label=method, alpha=0.7)
+    axis.set_xlabel("effective sample size, mean of the second half of the run")
+    lags = ", ".join(str(lag) for lag in sorted({run["settings"]["lag"] for run in lagged}))
+    _finish(figure, axis, path, f"a point a run; lags {lags}")
+
+
 BAND = "interquartile mean over seeds; band: its 95 % bootstrap interval"
 
 

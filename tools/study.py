@@ -285,6 +285,7 @@ def report_of_second(part: str, results: list[dict[str, Any]], out: Path) -> str
     else:
         contrasts.plot_by_lag(results, out / f"{part}.svg")
         if part == "after-main":
+            contrasts.plot_over_ess(results, out / f"{part}-ess.svg")
             tables.append(contrasts.contrast_table([*results, *read_data("confirm", out)], plan.AFTER_MAIN))
             tables.append(keeping.of_best_table(results))
         elif part != "screen":  # nothing is concluded from what chooses
