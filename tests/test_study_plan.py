@@ -186,7 +186,7 @@ def test_every_run_of_the_plan_has_settings_that_the_learner_accepts_and_methods
     # Rates and lags are numbers, and make nothing valid or not: one of each method and task.
     kinds = {(run.method, run.num_turns, "env=corridor" in run.overrides): run for runs in plans for run in runs}
     for run in kinds.values():
-        load(run.overrides)
+        load(run.words())
     for runs in plans:
         assert len({(run.lag, run.method, run.overrides) for run in runs}) == len(runs)
         # More samples per insert are more updates of as many episodes.
@@ -195,7 +195,7 @@ def test_every_run_of_the_plan_has_settings_that_the_learner_accepts_and_methods
     starts = {start for runs in plans[:14] for run in runs if (start := grid.start_of(run))}
     assert all(grid.start_of(run) is None for runs in plans[14:] for run in runs)
     for start in starts:
-        load(start.overrides)
+        load(start.words())
 
 
 def test_a_phase_waits_for_the_runs_that_it_rests_on(tmp_path: Path) -> None:
@@ -384,10 +384,17 @@ def test_replays_have_equally_many_episodes_by_the_method_that_was_best_at_a_lag
     assert len(runs) == (1 + 3 * 5) + (1 + 2 * 5) and all({"algorithm.loss=topr"} <= set(run.overrides) for run in runs)
     episodes = set()
     for run in runs:
-        replay = load(run.overrides).replay
+        replay = load(run.words()).replay
         assert run.task == f"WebShop, {replay.samples_per_insert:g} samples per insert"
         episodes.add(lab.num_due(run.num_updates, 16, replay.samples_per_insert) - 16)
     assert episodes == {120 * 16}, "but for the batch that the first update waits for"
+
+
+def test_losses_of_the_shop_have_the_options_of_their_presets_whatever_the_default_is() -> None:
+    losses = {run.method: load(run.words()).algorithm.loss for run in shop.confirm([0])}
+    assert losses["TOPR"] == load(["algorithm=topr_gae"]).algorithm.loss
+    assert losses["floored IS"] == load(["algorithm=floored_is"]).algorithm.loss != losses["TOPR"]
+    assert losses["PPO clip"] == load(["algorithm=ppo"]).algorithm.loss
 
 
 def test_floored_importance_sampling_is_the_preset_of_that_name() -> None:

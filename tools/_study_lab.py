@@ -82,6 +82,11 @@ class RunSettings:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def words(self) -> list[str]:
+        """The overrides on the presets that the runs were made on, which need not be today's defaults."""
+        names_preset = any(word.startswith("algorithm=") for word in self.overrides)
+        return [*([] if names_preset else ["algorithm=topr_gae"]), *self.overrides]
+
 
 class DelayLine:
     """Stands where the source expects a receiver: gives out trajectories at the version at which they are due."""
@@ -217,7 +222,7 @@ def run(settings: RunSettings, start: Path | None = None, save: Path | None = No
     torch.set_num_threads(1)
     torch.manual_seed(settings.seed)
     with tempfile.TemporaryDirectory(prefix="study-") as folder:
-        words = [*settings.overrides, f"run.seed={settings.seed}", f"run.dir={folder}", "model.device=cpu"]
+        words = [*settings.words(), f"run.seed={settings.seed}", f"run.dir={folder}", "model.device=cpu"]
         config = load([*words, f"model.path={start}"] if start else words)
         return asyncio.run(_train(config, settings, save))
 

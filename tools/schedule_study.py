@@ -147,7 +147,7 @@ TASKS = {
         # The settings of COMMON in tools/_study_shop.py that are not the lab's own.
         "webshop",
         (
-            "model=tiny_shopper", "algorithm.group_size=1", "algorithm.aggregate=sequence_mean_token_mean",
+            "model=tiny_shopper", "algorithm=topr_gae", "algorithm.aggregate=sequence_mean_token_mean",
             "learner.batch_size=16", "learner.adam_beta2=0.99", "learner.decay=constant", "learner.token_budget=4096",
         ),
         minutes=5, speeds={"fast": (0.0, 0.0)}, num_tasks=500, num_seeds=3, arms=corrections_by_age(),
