@@ -359,23 +359,9 @@ def test_methods_of_which_one_becomes_the_default_have_two_more_seeds() -> None:
     assert {"algorithm.loss=reinforce", "learner.learning_rate=0.0001"} <= set(uncorrected.overrides)
 
 
-@pytest.mark.parametrize(
-    ("topr", "clip", "topr_at_256", "becomes"),
-    [(0.72, 0.6, 0.7, "floored IS"), (0.74, 0.6, 0.6, "TOPR"), (0.6, 0.74, 0.6, "TOPR"), (0.72, 0.6, 0.71, "TOPR")],
-)
-def test_what_was_built_becomes_the_default_where_it_is_not_worse_and_not_behind_at_256(
-    topr, clip, topr_at_256, becomes
-) -> None:
-    score = {"TOPR": topr, "PPO clip": clip, "floored IS": 0.7}
-
-    def finished(wanted: Sequence[lab.RunSettings]) -> list[dict]:
-        return [
-            result_of(run, topr_at_256 if (run.method, run.lag) == ("TOPR", 256) else score.get(run.method, 0.3))
-            for run in wanted
-        ]
-
-    assert shop.default(finished) == becomes
-    assert {run.method for run in shop.at_256([0], finished)} == {*shop.CONTENDERS, "TOPR, 1e-4", f"{shop.BUILT}, 1e-4"}
+def test_methods_of_which_one_becomes_the_default_run_at_256_and_two_of_them_at_the_rate_of_the_third_too() -> None:
+    runs = shop.at_256([0], as_scored({"TOPR": 0.9}))
+    assert {run.method for run in runs} == {*shop.CONTENDERS, "TOPR, 1e-4", f"{shop.BUILT}, 1e-4"}
 
 
 def test_replays_have_equally_many_episodes_by_the_method_that_was_best_at_a_lag_of_16() -> None:

@@ -276,7 +276,8 @@ def plot_over_ess(results: Sequence[Result], path: Path) -> None:
     for number, ((method,), runs) in enumerate(reporting.group_by(lagged, "method").items()):
         sizes = [reporting.figure_of([run], "ratio/ess") for run in runs]
         scores = [reporting.final_score(run) for run in runs]
-        axis.scatter(sizes, scores, 14, f"C{number % 7}", reporting.marker(number), label=method, alpha=0.7)
+        style = {"color": f"C{number % 7}", "marker": reporting.marker(number), "alpha": 0.7}
+        axis.scatter(sizes, scores, s=14, label=method, **style)
     axis.set_xlabel("effective sample size, mean of the second half of the run")
     lags = ", ".join(str(lag) for lag in sorted({run["settings"]["lag"] for run in lagged}))
     _finish(figure, axis, path, f"a point a run; lags {lags}")

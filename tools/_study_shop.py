@@ -13,8 +13,6 @@ that --policy names, or the one that the quickstart starts from.
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from tools import _study_grid as grid
 from tools import _study_plan as plan
 from tools._study_lab import RunSettings
@@ -26,8 +24,6 @@ METHODS = plan.METHODS | {BUILT: plan.FLOORED_IS}
 CONTENDERS = (BUILT, "TOPR", "PPO clip")
 """Methods of which one becomes the default; they have two more seeds than the others."""
 NUM_SEEDS_OF_ALL = 3
-MARGIN = 0.03
-"""A method is not worse than another where it loses less of the score, in the mean over seeds."""
 COMMON = (
     "model=tiny_shopper", "run.terminal=false", "actor.max_episodes=64", "algorithm.max_staleness=null",
     "learner.batch_size=16", "learner.adam_beta2=0.99", "learner.decay=constant", "learner.token_budget=4096",
@@ -110,16 +106,6 @@ def at_256(seeds: Sequence[int], finished: Finished, policy: str | None = None) 
     return [replace(run, evaluate_on="test", num_updates=640, evaluate_every=40) for run in runs]
 
 
-def default(finished: Finished, policy: str | None = None) -> str:
-    """The method that becomes the default, by the rule of the plan: the one that was built, where it is not worse than
-    both others in `shop` and not behind TOPR in `shop-256`; TOPR otherwise."""
-    of_shop = _scores(finished(shop(range(plan.SEEDS["shop"]), finished, policy)))
-    of_256 = _scores(finished(at_256(range(plan.SEEDS["shop-256"]), finished, policy)))
-    lost = [_mean(of_shop, other, lag) - _mean(of_shop, BUILT, lag) for other in CONTENDERS[1:] for lag in (16, 64)]
-    is_ahead = _mean(of_256, BUILT, 256) >= _mean(of_256, "TOPR", 256)
-    return BUILT if max(lost) <= MARGIN and is_ahead else "TOPR"
-
-
 def confirm(seeds: Sequence[int], policy: str | None = None) -> list[RunSettings]:
     """The default and its rival with and without a lag, and no correction where it should break: at one rate, on fresh
     seeds, each with a catalogue of its own, so that what goals vary is in the intervals too. The last arm was added
@@ -132,18 +118,6 @@ def confirm(seeds: Sequence[int], policy: str | None = None) -> list[RunSettings
             words = (*run.overrides, f"env.webshop.catalogue_seed={number}")
             runs.append(replace(run, overrides=words, evaluate_on="test", evaluation_tasks=64))
     return runs
-
-
-Scores = dict[tuple[str, int, int], float]
-"""Final score by (method, lag, seed)."""
-
-
-def _scores(results: Sequence[plan.Result]) -> Scores:
-    return {(s["method"], s["lag"], s["seed"]): plan.final_score(r) for r in results if (s := r["settings"])}
-
-
-def _mean(scores: Scores, method: str, lag: int) -> float:
-    return float(np.mean([score for (name, at, _), score in scores.items() if (name, at) == (method, lag)]))
 
 
 def replay(seeds: Sequence[int], finished: Finished, policy: str | None = None) -> list[RunSettings]:
