@@ -393,29 +393,26 @@ def test_floored_importance_sampling_is_the_preset_of_that_name() -> None:
 
 
 @pytest.mark.usefixtures("few_resamples")
-def test_replays_are_compared_in_the_time_that_using_each_episode_once_takes() -> None:
+def test_replays_are_compared_after_the_updates_that_using_each_episode_once_makes() -> None:
     def result(method: str, reuse: int, speed: float) -> dict:
         runs = shop.replay([0], as_scored({}))
         [run] = [r for r in runs if r.method == method and r.num_updates == 120 * reuse]
-        points = [{"update": n, "episodes": 32 * n, "sampled": n / 10, "sampled_rare": n / 20} for n in range(7)]
+        marks = [20 * reuse * n for n in range(7)]
+        points = [{"update": n, "episodes": 32 * n, "sampled": n / 1000, "sampled_rare": n / 2000} for n in marks]
+        clock = [(n, n * speed / 2, n * speed) for n in marks]
         settings = json.loads(json.dumps(run.as_dict()))
-        clock = [(n, n * speed, n * speed / 2) for n in range(7)]
         return {"settings": settings, "curve": points, "clock": clock, "episodes": 192}
 
-    slow, once = result("PER", 4, 2.5), result("each once", 1, 1.0)
-    assert contrasts.seconds_of(slow) == 15.0, "the longer of playing and learning"
-    assert [point["seconds"] for point in contrasts.with_seconds([slow])[0]["curve"]] == [n * 2.5 for n in range(7)]
-    assert contrasts.score_by(slow, 6.0) == pytest.approx(0.1 * 5.25 / 2.5), "the middle of 4.5 and 6 s on its line"
-    assert contrasts.score_by(once, 6.0) == pytest.approx(0.1 * 5.25)
-    rows = contrasts.replay_table([once, slow]).splitlines()[2:]
-    assert (
-        rows[0].startswith("| WebShop, 1 samples per insert | each once | 1 | 192 | 120 | 0.400 ")
-        and "| 6 | 0.525 " in rows[0]
-    )
-    assert (
-        rows[1].startswith("| WebShop, 4 samples per insert | PER | 1 | 192 | 480 | 0.400 ")
-        and "| 15 | 0.210 " in rows[1]
-    )
+    often, once = result("PER", 4, 2.5), result("each once", 1, 1.0)
+    seconds = [point["seconds"] for point in contrasts.with_seconds([often])[0]["curve"]]
+    assert seconds == [200.0 * n for n in range(7)], "of playing and learning the longer one"
+    # The mean over 90 to 120 updates, of a score of a thousandth an update.
+    assert contrasts.score_by(often, 120) == pytest.approx(0.105) == contrasts.score_by(once, 120)
+    rows = contrasts.replay_table([once, often]).splitlines()[2:]
+    # The last five evaluations are of 40 to 120 updates, of 160 to 480 where an episode is used four times.
+    assert rows[0].startswith("| WebShop, 1 samples per insert | each once | 1 | 192 | 120 | 0.080 | 0.040 |")
+    assert rows[1].startswith("| WebShop, 4 samples per insert | PER | 1 | 192 | 480 | 0.320 | 0.160 |")
+    assert all("| 0.105 | 0.50 |" in row for row in rows)
 
 
 @pytest.mark.usefixtures("few_resamples")

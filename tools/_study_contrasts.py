@@ -184,28 +184,28 @@ def p_word(p: float) -> str:
 def replay_table(results: Sequence[Result]) -> str:
     """A row for each sampler and number of samples per insert, at equally many episodes and in equal time.
 
-    The time is that of playing and learning side by side, the longer of both; the equal one is that of the arm that
-    uses each episode once, seed by seed.
+    Equal time is equally many updates, those of the arm that uses each episode once: learning takes longer than playing
+    in all arms, as the share of playing shows, and runs are of machines of different speed.
     """
-    once = {run["settings"]["seed"]: run for run in results if run["settings"]["method"] == "each once"}
+    once = {run["settings"]["num_updates"] for run in results if run["settings"]["method"] == "each once"}
     rows = []
     for (task, method), runs in reporting.group_by(results, "task", "method").items():
-        in_time = [score_by(run, seconds_of(once[seed])) for run in runs if (seed := run["settings"]["seed"]) in once]
+        in_time = [score_by(run, num_updates) for num_updates in once for run in runs]
         rows.append(
             [
                 task, method, str(len(runs)), str(runs[0]["episodes"]), str(runs[0]["settings"]["num_updates"]),
                 with_interval(np.array([reporting.final_score(run) for run in runs])),
                 with_interval(np.array([reporting.final_score(run, "sampled_rare") for run in runs])),
                 with_interval(np.array([reporting.area(run) for run in runs])),
-                f"{np.mean([seconds_of(run) for run in runs]):.0f}",
                 with_interval(np.array(in_time)) if in_time else "",
+                f"{np.mean([playing / learning for run in runs for _, playing, learning in run['clock'][-1:]]):.2f}",
                 f"{reporting.figure_of(runs, 'staleness/mean'):.1f}",
                 f"{reporting.figure_of(runs, 'buffer/reuse'):.2f}",
             ]
         )  # fmt: skip
     header = [
         "task", "replay", "seeds", "episodes", "updates", "score, sampled", "on rare kinds",
-        "mean over the run", "seconds", "score in equal time", "staleness", "times drawn",
+        "mean over the run", "score in equal time", "playing / learning", "staleness", "times drawn",
     ]  # fmt: skip
     return reporting.table(header, rows)
 
@@ -224,15 +224,14 @@ def with_seconds(results: Sequence[Result]) -> list[Result]:
     ]
 
 
-def score_by(run: Result, seconds: float) -> float:
-    """Mean sampled score over the last quarter of so many seconds, on straight lines between evaluations.
+def score_by(run: Result, num_updates: int) -> float:
+    """Mean sampled score over the last quarter of so many updates, on straight lines between evaluations.
 
-    Over a stretch of time and not of evaluations, since these are the farther apart in time the more often an episode
-    is used.
+    Over a stretch of the run and not of evaluations, since these are the farther apart the more often an episode is
+    used.
     """
-    times = [seconds_of(run, index) for index in range(len(run["clock"]))]
-    moments = np.linspace(0.75 * seconds, seconds, 101)
-    return float(np.interp(moments, times, [point["sampled"] for point in run["curve"]]).mean())
+    updates, scores = zip(*((point["update"], point["sampled"]) for point in run["curve"]), strict=True)
+    return float(np.interp(np.linspace(0.75 * num_updates, num_updates, 101), updates, scores).mean())
 
 
 def labels_with_rate(results: Sequence[Result]) -> dict[str, str]:

@@ -262,7 +262,7 @@ def report_of_second(part: str, results: list[dict[str, Any]], out: Path) -> str
     if part in ("rates", "shop-rates", "built", "built-again", "dpo-rates"):
         return contrasts.rate_table(results)
     if part == "shop-replay":
-        reporting.plot_curves(contrasts.with_seconds(results), ("task",), "seconds", out / f"{part}.svg")
+        reporting.plot_curves(results, ("task",), "update", out / f"{part}.svg", SHOP_CURVES)
         return contrasts.replay_table(results)
     tables = [contrasts.score_table(results)]
     methods = list(dict.fromkeys(result["settings"]["method"] for result in results))
