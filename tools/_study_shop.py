@@ -39,7 +39,7 @@ CONTRASTS = (
     (BUILT, "TOPR"), (BUILT, "PPO clip"), ("TOPR", "PPO clip"), ("PPO clip", "V-trace turn, PPO clip"),
     ("PPO clip", "no correction"), ("PPO clip", "no correction, 1e-4"),
     ("TOPR, 1e-4", "TOPR"), ("TOPR, 1e-4", "PPO clip"), ("TOPR", "PPO clip, 3e-4"), ("PPO clip, 3e-4", "PPO clip"),
-    (f"{BUILT}, 1e-4", "TOPR, 1e-4"),
+    (f"{BUILT}, 1e-4", "TOPR, 1e-4"), (f"{BUILT}, 1e-4", "PPO clip"), (f"{BUILT}, 1e-4", BUILT),
 )  # fmt: skip
 """Pairs of methods whose differences are shown."""
 AT_THE_OTHERS_RATE = (("TOPR", 1e-4, "TOPR, 1e-4"), ("PPO clip", 3e-4, "PPO clip, 3e-4"))
