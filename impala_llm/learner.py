@@ -410,7 +410,7 @@ def main(argv: Sequence[str]) -> int:
         check_ranks(config)
         start = check_folder(config)
     except (ConfigError, RunDirectoryError) as error:
-        print(f"learner: {error}", file=sys.stderr)
+        say_last(f"learner: {error}")
         return 2
     stops = StopSignals()
     prepare_cpu(threads_per_process(config))
@@ -428,10 +428,10 @@ def main(argv: Sequence[str]) -> int:
     except (ModelRefused, contract.EnvironmentFault) as error:
         if ranks.is_main:
             traceback.print_exception(error)
-            print(f"learner: {error}", file=sys.stderr)
+            say_last(f"learner: {error}")
         return 2
     except SAYS_WHAT_TO_DO as error:
-        print(f"learner: {error}", file=sys.stderr)
+        say_last(f"learner: {error}")
         return 2
     finally:
         ranks.close()

@@ -11,8 +11,10 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import BinaryIO
 
 from impala_llm.processes.log_lines import log_standard_streams
@@ -129,17 +131,21 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def say_last(text: str, is_alone: bool) -> None:
-    """Print why this process ends. The supervisor shows the last line of a log: where other processes write to it, that
-    may be of one of them, about the loss of this one.
+def say_last(text: str, is_alone: bool = True) -> None:
+    """Print why this process ends, and have torchrun's long report end with it too.
 
     Args:
-        is_alone: whether none does.
+        is_alone: whether no other process writes to its log. The supervisor shows the last line of that, which may
+            otherwise be of another process, about the loss of this one: so it is told by a message.
     """
     if is_alone:
         print(text, file=sys.stderr, flush=True)
     else:
         say(text)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # as torch.distributed.elastic.multiprocessing.errors writes
+        why = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": why}))
 
 
 def _write(line: bytes) -> bool:

@@ -417,6 +417,23 @@ def test_a_learner_by_hand_mixes_no_two_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
+def test_torchruns_report_ends_with_why_the_learner_was_refused(tmp_path: Path) -> None:
+    """It is forty lines, and what a rank has said stands above them."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    words = ["learner.num_ranks=2", "learner.batch_size=7", f"run.dir={tmp_path}/run"]
+    ended = subprocess.run(
+        [*torchrun, str(ROOT / "impala_llm" / "learner.py"), *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    [line] = [line for line in ended.stderr.splitlines()[-3:] if "learner.batch_size=7" in line]
+    assert ended.returncode == 1 and line.startswith("  traceback : learner: ") and "set it to a multiple of 2" in line
+
+
+@pytest.mark.system
 def test_what_nobody_reads_ends_without_a_traceback() -> None:
     """As before `| head`: the reader has gone when the text comes."""
     command = [sys.executable, "-m", "impala_llm.cli", "train", "--help"]
