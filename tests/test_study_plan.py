@@ -367,11 +367,14 @@ def test_methods_of_which_one_becomes_the_default_run_at_256_and_two_of_them_at_
 def test_replays_have_equally_many_episodes_by_the_method_that_was_best_at_a_lag_of_16() -> None:
     finished = as_scored({"TOPR": 0.9})
     runs = shop.replay(range(2), finished)
-    assert len(runs) == (1 + 3 * 5) + (1 + 2 * 5) and all({"algorithm.loss=topr"} <= set(run.overrides) for run in runs)
+    assert len(runs) == (1 + 3 * 5) + (1 + 2 * 5) + 2 * 3 and all(
+        {"algorithm.loss=topr"} <= set(run.overrides) for run in runs
+    )
     episodes = set()
     for run in runs:
         replay = load(run.words()).replay
-        assert run.task == f"WebShop, {replay.samples_per_insert:g} samples per insert"
+        rate = "" if plan.rate_of(vars(run)) == 3e-4 else ", rate 0.0001"
+        assert run.task == f"WebShop, {replay.samples_per_insert:g} samples per insert{rate}"
         episodes.add(lab.num_due(run.num_updates, 16, replay.samples_per_insert) - 16)
     assert episodes == {120 * 16}, "but for the batch that the first update waits for"
 
@@ -396,7 +399,7 @@ def test_floored_importance_sampling_is_the_preset_of_that_name() -> None:
 def test_replays_are_compared_after_the_updates_that_using_each_episode_once_makes() -> None:
     def result(method: str, reuse: int, speed: float) -> dict:
         runs = shop.replay([0], as_scored({}))
-        [run] = [r for r in runs if r.method == method and r.num_updates == 120 * reuse]
+        [run, *_] = [r for r in runs if r.method == method and r.num_updates == 120 * reuse]
         marks = [20 * reuse * n for n in range(7)]
         points = [{"update": n, "episodes": 32 * n, "sampled": n / 1000, "sampled_rare": n / 2000} for n in marks]
         clock = [(n, n * speed / 2, n * speed) for n in marks]

@@ -124,28 +124,40 @@ def replay(seeds: Sequence[int], finished: Finished, policy: str | None = None) 
     """Every sampler at 2, 4 and 8 samples per insert, beside each episode once: equally many episodes.
 
     At 8, half of the time of a seed, the first seed alone. By the method, at its rate, that was the best one in
-    `shop-rates` at a lag of 16.
+    `shop-rates` at a lag of 16. When all but three of these had been looked at, two samplers at a rate that more
+    updates than in `shop` bear were added.
     """
     results, own = plan.at_own_rates(finished(rates(range(plan.SEEDS["shop-rates"]), finished, policy)))
     method = plan.ranked(results, lag=16)[0]
     arms = [(1, "each once", ()), *((reuse, *words) for reuse in REUSES for words in grid.REPLAYS.items())]
-    runs = []
-    for reuse, label, words in arms:
-        of_buffer = (
-            f"replay.samples_per_insert={reuse}", f"replay.max_replays={4 * reuse}", "replay.capacity=512",
-            "replay.uniform_floor=0.1", *words,
-        )  # fmt: skip
-        for seed in (seed for seed in seeds if reuse < REUSES[-1] or seed == 0):
-            run = _run("shop-replay", 4, method, own[method], plan.CONFIRM_SEEDS_FROM + seed, policy)
-            runs.append(
-                replace(
-                    run, task=f"WebShop, {reuse} samples per insert", method=label,
-                    overrides=(*run.overrides, *(of_buffer if reuse > 1 else ())),
-                    num_updates=UPDATES_ONCE * reuse, evaluate_every=10 * reuse, evaluation_tasks=64, rare_share=0.1,
-                    evaluate_on="test",
-                )
-            )  # fmt: skip
+    runs = [
+        _replayed(own[method], f"{reuse} samples per insert", reuse, label, words, method, seed, policy)
+        for reuse, label, words in arms
+        for seed in seeds
+        if reuse < REUSES[-1] or seed == 0
+    ]
+    slower = [arms[0], *((2, label, grid.REPLAYS[label]) for label in ("uniform", "all three"))]
+    runs += [
+        _replayed(1e-4, f"{reuse} samples per insert, rate 0.0001", reuse, label, words, method, seed, policy)
+        for reuse, label, words in slower
+        for seed in seeds
+    ]
     return runs
+
+
+def _replayed(
+    rate: float, task: str, reuse: int, label: str, words: Sequence[str], method: str, seed: int, policy: str | None
+) -> RunSettings:
+    of_buffer = (
+        f"replay.samples_per_insert={reuse}", f"replay.max_replays={4 * reuse}", "replay.capacity=512",
+        "replay.uniform_floor=0.1", *words,
+    )  # fmt: skip
+    run = _run("shop-replay", 4, method, rate, plan.CONFIRM_SEEDS_FROM + seed, policy)
+    return replace(
+        run, task=f"WebShop, {task}", method=label, overrides=(*run.overrides, *(of_buffer if reuse > 1 else ())),
+        num_updates=UPDATES_ONCE * reuse, evaluate_every=10 * reuse, evaluation_tasks=64, rare_share=0.1,
+        evaluate_on="test",
+    )  # fmt: skip
 
 
 def _run(part: str, lag: int, method: str, rate: float, seed: int, policy: str | None) -> RunSettings:
