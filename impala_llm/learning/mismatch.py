@@ -133,6 +133,10 @@ class MismatchMonitor:
     def __init__(self, config: Config, model: PolicyModel, device: torch.device, budget: TokenBudget) -> None:
         self._mode = config.algorithm.recompute_behaviour
         self._threshold = config.algorithm.mismatch_alarm
+        algorithm = config.algorithm
+        is_in_rewards = algorithm.reward_kl_coef > 0 and algorithm.credit.learns_from_rewards
+        self._can_recompute = config.learner.tensor_parallel == 1 and not is_in_rewards
+        """Whether `load` takes another algorithm.recompute_behaviour than never."""
         self._needs_sampling_policy = config.algorithm.loss.needs_sampling_policy(config.learner.steps_per_update)
         self._temperature = config.engine.temperature
         self._budget = budget
@@ -282,7 +286,7 @@ class MismatchMonitor:
             fixes.append(f"set engine.dtype=float32 in place of {self._dtype}")
         if self._mode != "never":
             fixes.append(f"algorithm.recompute_behaviour={self._mode} uses the learner's own until then")
-        else:
+        elif self._can_recompute:
             proximal = " and algorithm.loss.proximal=recomputed" if self._needs_sampling_policy else ""
             fixes.append(f"set algorithm.recompute_behaviour=on_mismatch{proximal} to use the learner's own")
         self._warnings.log(

@@ -68,11 +68,19 @@ def call_loss(loss: Loss, scored: Scored, advantages: Tensor) -> LossOutput:
     """
     if is_ours(loss):
         return loss(scored, advantages)
+    if not len(advantages):  # too old or rejected, all of them: the maximum of none, for one, would raise
+        return LossOutput(0.0 * scored.log_probs, {}, advantages)
     name = f"algorithm.loss={loss.name}"
     output = _require(name, LossOutput, _call(name, lambda: loss(scored, advantages)))
     _require_floats(f"{name} returned per_token", output.per_token, advantages)
     _require_constants(f"{name} returned weights", output.weights, advantages)
-    if scored.log_probs.requires_grad and len(advantages) and not output.per_token.requires_grad:
+    unusable = ~((output.weights >= 0) & output.weights.isfinite()) & output.per_token.isfinite()
+    if unusable.any():  # where the loss is not finite either, the step is left out
+        raise PartFault(
+            f"{name} returned a weight of {output.weights[unusable][0]:g}: weights are the sizes of the factors of "
+            "A ∇log π, finite and at least 0"
+        )
+    if scored.log_probs.requires_grad and not output.per_token.requires_grad:
         raise PartFault(
             f"{name} returned per_token without a gradient, so that nothing would be learned: compute it from "
             "scored.log_probs (scored.log_ratio is a constant)"

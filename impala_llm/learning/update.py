@@ -144,7 +144,8 @@ class Update:
                 of_policy = "values" if algorithm.credit.uses_values else "log-probabilities"
                 check += f", or set a lower learner.learning_rate: a policy that diverges has such {of_policy}"
         else:
-            scale = "" if algorithm.credit.ignores_scale else "algorithm.normalize_reward=true or "
+            can_scale = algorithm.credit.learns_from_rewards and not algorithm.credit.ignores_scale
+            scale = "algorithm.normalize_reward=true or " if can_scale and not algorithm.normalize_reward else ""
             check = (
                 f"algorithm.loss={algorithm.loss.name}, since the episode's rewards are finite, or set {scale}a lower "
                 "learner.learning_rate"

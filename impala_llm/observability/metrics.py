@@ -72,8 +72,8 @@ def _variance(mean: float, square: float) -> float:
 
 
 def _explained(of_targets: float, of_errors: float) -> float:
-    # Targets that are all but equal leave nothing to explain.
-    return 1.0 - of_errors / of_targets if of_targets > 1e-6 else 0.0
+    # Equal targets leave nothing to explain.
+    return 1.0 - of_errors / of_targets if of_targets > 0.0 else 0.0
 
 
 _MEAN, _MAX, _MIN, _SUM, _LAST = Aggregation.MEAN, Aggregation.MAX, Aggregation.MIN, Aggregation.SUM, Aggregation.LAST

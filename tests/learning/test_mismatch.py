@@ -186,6 +186,14 @@ def test_the_alarm_names_figure_threshold_and_fix_once_and_ends_with_the_mismatc
     assert look(monitor, sampled_by(model))["mismatch/alarm"] == 0
 
 
+def test_the_alarm_names_no_setting_that_would_be_refused(model: PolicyModel, caplog: pytest.LogCaptureFixture) -> None:
+    config = settings(alarm=0.1)
+    config.algorithm.reward_kl_coef = 0.05
+    look(MismatchMonitor(config, model, CPU, TokenBudget(8192)), sampled_by(model, noise=0.3))
+    (message,) = caplog.messages
+    assert "check the engine's weights" in message and "recompute_behaviour" not in message
+
+
 def test_a_mismatch_that_is_no_number_raises_the_alarm(model: PolicyModel) -> None:
     monitor = MismatchMonitor(settings(), model, CPU, TokenBudget(8192))
     with torch.no_grad():

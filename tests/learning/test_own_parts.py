@@ -1,5 +1,6 @@
 """Mistakes of an own loss or credit are named, with its setting and what is expected."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -79,6 +80,8 @@ FITTED = Worth(ONES, LEARNED, ONES, torch.zeros(N, dtype=torch.int64), value_coe
         ),
         (lambda s, a: LossOutput(-a * s.log_probs, {}, ONES.long()), "weights = a tensor of shape .*dtype int64"),
         (lambda s, a: LossOutput(-a * s.log_probs, {}, None), "weights = a NoneType"),
+        (lambda s, a: LossOutput(-a * s.log_probs, {}, -ONES), "a weight of -1: .* finite and at least 0"),
+        (lambda s, a: LossOutput(-a * s.log_probs, {}, ONES / 0), "a weight of inf: .* finite and at least 0"),
         (lambda s, a: LossOutput((-a * s.log_probs).double(), {}, ONES), "per_token = .* dtype float64: .* float32 is"),
         (lambda s, a: LossOutput(-a * s.log_ratio, {}, ONES), "without a gradient.*compute it from scored.log_probs"),
         (lambda s, a: LossOutput(-a * s.log_probs, {}, s.log_probs.exp()), "weights with a gradient.*: detach them"),
@@ -321,7 +324,6 @@ def test_what_is_right_comes_back_as_it_is() -> None:
     tokens = scored()
     output = LossOutput(-tokens.log_probs, {"x_share": torch.tensor(0.5)}, ONES)
     assert call_loss(OwnLoss(lambda s, a: output), tokens, ONES) is output
-    nothing = tokens.select(torch.zeros(N, dtype=torch.bool))
     numbers = [
         (1, True),
         (np.float32(2.0), ONES[:1]),
@@ -333,8 +335,16 @@ def test_what_is_right_comes_back_as_it_is() -> None:
     of_two = Worth(ONES, LEARNED[:2], ONES[:2], torch.zeros(2, dtype=torch.int64), value_coef=0.5)
     for worth in (Worth(ONES), Worth(ONES, metrics=measured), FITTED, of_two):  # type: ignore[arg-type]
         assert call_credit(OwnCredit(name="mine:OwnCredit", worth=worth), tokens, BATCH, None) is worth
-    empty = LossOutput(torch.zeros(0), {}, torch.zeros(0))
-    assert call_loss(OwnLoss(lambda s, a: empty), nothing, ONES[:0]) is empty, "no token has no gradient"
+    diverged = LossOutput(math.nan * tokens.log_probs, {}, math.nan * ONES)
+    assert call_loss(OwnLoss(lambda s, a: diverged), tokens, ONES) is diverged, "the trainer leaves its step out"
+
+
+def test_a_loss_is_not_called_without_tokens() -> None:
+    """Of a micro-batch whose tokens are all rejected: the largest of no ratios would raise."""
+    nothing = scored().select(torch.zeros(N, dtype=torch.bool))
+    output = call_loss(OwnLoss(lambda s, a: LossOutput(s.log_probs, {"x_max": a.max()}, a)), nothing, ONES[:0])
+    assert output.per_token.shape == output.weights.shape == (0,) and not output.metrics
+    output.per_token.sum().backward()  # type: ignore[no-untyped-call]
 
 
 def test_a_lack_of_memory_is_left_to_whoever_lowers_the_budget() -> None:

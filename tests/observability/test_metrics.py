@@ -82,6 +82,12 @@ def test_figures_of_what_does_not_vary_are_zero() -> None:
     assert log.summary() == {"advantage/std": 0.0, "ratio/ess": 0.0, "value/explained_variance": 0.0}
 
 
+def test_small_targets_are_explained_as_well_as_large_ones() -> None:
+    log = MetricLog()
+    log.add("value/explained_variance", (2e-4, 8e-8, 0.0, 0.0), 4)  # of 0, 4e-4, 0, 4e-4, by a critic without errors
+    assert log.summary() == {"value/explained_variance": 1.0}
+
+
 def test_a_value_that_does_not_fit_the_metric_is_refused() -> None:
     with pytest.raises(MetricError, match="'advantage/std'.* 2 numbers"):
         MetricLog().add("advantage/std", 1.0)
