@@ -308,6 +308,11 @@ class NotANumberOfValues(NotANumber):
 
 
 @dataclass
+class OfNoRewards(GAE):
+    learns_from_rewards: ClassVar[bool] = False
+
+
+@dataclass
 class NotANumberLoss(PPOClip):
     def __call__(self, scored: Scored, advantages: torch.Tensor) -> LossOutput:
         found = super().__call__(scored, advantages)
@@ -333,7 +338,12 @@ class NotANumberLoss(PPOClip):
             PPOClip(),
             "mine:Credit, whose adv.* lower learner.learning_rate: a policy that diverges has such values",
         ),
-        (GAE(), NotANumberLoss(name="mine:Loss"), "episode-0 .* 5 more .*: check algorithm.loss=mine:Loss, since"),
+        (
+            GAE(),
+            NotANumberLoss(name="mine:Loss"),
+            "episode-0 .* 5 more .*: check algorithm.loss=mine:Loss, since .*or set algorithm.normalize_reward=true or",
+        ),
+        (OfNoRewards(), NotANumberLoss(name="mine:Loss"), "algorithm.loss=mine:Loss, since .*or set a lower"),
     ],
 )
 def test_a_step_that_is_left_out_names_the_part_that_is_not_finite(
