@@ -308,6 +308,7 @@ class BatchSource:
                 "max_replayed": self._max_replayed,
                 "refills_left": self._refills_left,
                 "refills_owed": self._refills_owed,
+                "received": [t.unroll_id for t in self.received],  # which the metrics of no step have yet
                 # Restored where it is made: the first tickets are drawn before there is a source.
                 "curriculum": None if self._curriculum is None else self._curriculum.state_dict(),
             },
@@ -356,6 +357,7 @@ class BatchSource:
         for number, t in trajectories.items():
             if number in counted:
                 self._groups.add(t)
+        self.received = [trajectories[number] for number in state.get("received", ()) if number in held | counted]
         rest = trajectories.keys() - held - counted
         self._take_in([t for number, t in trajectories.items() if number in rest], version)
 

@@ -110,7 +110,9 @@ class Meters:
         """
         log = self.log
         for t in intake.received:
-            self._observe_arrival(t)
+            if t.unroll_id not in self._receiver.counted:
+                self._observe_arrival(t)
+        self._receiver.note_counted([t.unroll_id for t in intake.received])
         # The step was made from the version before.
         oldest = 0 if self._max_staleness is None else version - 1 - self._max_staleness
         for t in batch.trajectories:

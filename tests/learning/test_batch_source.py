@@ -470,6 +470,19 @@ def test_a_buffer_that_is_too_small_for_a_checkpoint_is_refused_by_its_setting()
         smaller.load_state_dict(state, {t.unroll_id: t for t in arrived}, version=0)
 
 
+def test_what_comes_in_a_step_is_counted_in_it_or_by_the_learner_that_goes_on_from_the_middle_of_it() -> None:
+    source, receiver = make_source()
+    arrived = [*members(0), *members(1, missing=2)]
+    receiver.arriving = list(arrived)
+    assert source.batch_at_hand(version=0) is None
+    amid, whole = source.state_dict(), [t.ticket_id for t in source.end_step().received]
+    after, kept = source.state_dict(), {t.unroll_id: t for t in arrived}
+    for state, counts in ((amid, whole), (after, [])):
+        source, _ = make_source()
+        source.load_state_dict(state, kept, version=0)
+        assert [t.ticket_id for t in source.end_step().received] == counts
+
+
 REPLAY = ("replay=prioritised", "replay.max_replays=4", "algorithm.max_staleness=8")
 
 

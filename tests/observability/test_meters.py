@@ -2,7 +2,7 @@
 
 import dataclasses
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,13 @@ from tests.pipeline.support import make_trajectory
 class QuietReceiver:
     num_received = num_failed = 0.0
 
+    def __init__(self, counted: Collection[int] = ()) -> None:
+        self.counted = counted
+        self.noted: list[int] = []
+
+    def note_counted(self, unroll_ids: Iterable[int]) -> None:
+        self.noted += unroll_ids
+
     @property
     def counters_at_start(self) -> dict[str, float]:
         return {**self.counters(), "received": 0.0}
@@ -42,6 +49,14 @@ class QuietReceiver:
 
 def intake(received: Sequence[Trajectory] = (), evicted: Sequence[Trajectory] = ()) -> Intake:
     return Intake(tuple(received), tuple(evicted), 0, 0, None, ReplayBuffer(OldestFirst(), 1, 1).stats())
+
+
+def test_an_episode_that_an_earlier_learner_has_counted_counts_no_more() -> None:
+    old, new = (dataclasses.replace(make_trajectory(), ticket_id=ticket) for ticket in (3, 4))
+    meters = Meters(receiver := QuietReceiver(counted={3}), None)  # type: ignore[arg-type]
+    meters.observe(intake(received=[old, new]), Batch((), (), (), 1.0), version=3)
+    assert meters.log.flush()["rollout/episodes"] == 1
+    assert receiver.noted == [3, 4], "for the learner after this one"
 
 
 def test_an_episode_counts_once_and_with_all_of_its_unrolls() -> None:

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 _HEADER_BYTES = 4096
 _UNIT = 8
 _FREE, _COMMITTED, _ENDED = 0, 1, 2
-_STATE, _START, _SIZE, _CHECKSUM, _SERIAL = range(5)
+_STATE, _START, _SIZE, _CHECKSUM, _SERIAL, _COUNTED = range(6)
 _ROW_WORDS = 8
 _MAX_SERIAL = 1 << 62
 _MANY = 1024
@@ -133,6 +133,8 @@ class TrajectoryStore:
         self._free = FreeSpace()
         self._serial = 0
         self._used = 0
+        self.counted: set[int] = set()
+        """Records, by `unroll_id`, that an earlier process had noted with `note_counted`."""
         self._recovered = self._recover()
         self._free_rows = np.flatnonzero(self._index[:, _STATE] == _FREE)[::-1].tolist()
 
@@ -231,11 +233,11 @@ class TrajectoryStore:
             return []
         rows = self._free_rows[-count:]
         del self._free_rows[-count:]
-        entries = np.empty((count, 4), np.int64)
+        entries = np.zeros((count, _COUNTED), np.int64)
         entries[:, 0], entries[:, 1], entries[:, 2] = starts, sizes, checksums
         entries[:, 3] = np.arange(self._serial, self._serial + count)
         self._serial += count
-        self._index[rows, _START : _SERIAL + 1] = entries
+        self._index[rows, _START : _COUNTED + 1] = entries
         trajectories = self._keep(rows, facts)
         self._index[rows, _STATE] = _COMMITTED  # last: from here on the records count
         return trajectories
@@ -275,11 +277,17 @@ class TrajectoryStore:
             found = [self._by_unroll.pop(number, None) for number in unroll_ids]
         self._index[[stored.row for stored in found if stored is not None], _STATE] = _ENDED
 
+    def note_counted(self, unroll_ids: Iterable[int]) -> None:
+        """Note records that the metrics have counted: see `counted`. For any thread.
+
+        Args:
+            unroll_ids: see `Trajectory.unroll_id`; unknown ones, and those that have ended, are ignored.
+        """
+        self._index[self._rows_of(unroll_ids), _COUNTED] = 1
+
     def share_of(self, unroll_ids: Iterable[int]) -> float:
         """Return the share of the store that these take up: of its records or of its bytes, whichever is larger."""
-        with self._lock:
-            found = [self._by_unroll.get(number) for number in unroll_ids]
-        rows = [stored.row for stored in found if stored is not None]
+        rows = self._rows_of(unroll_ids)
         return max(len(rows) / len(self._index), int(_rounded(self._index[rows, _SIZE]).sum()) / self._num_words)
 
     def view(self, start: int, size: int) -> _KeptWords:
@@ -289,6 +297,11 @@ class TrajectoryStore:
             start, size: of the words.
         """
         return _KeptWords((size,), np.uint64, self._map, self._begin + 8 * start)
+
+    def _rows_of(self, unroll_ids: Iterable[int]) -> list[int]:
+        with self._lock:
+            found = [self._by_unroll.get(number) for number in unroll_ids]
+        return [stored.row for stored in found if stored is not None]
 
     def _keep(self, rows: Sequence[int], facts: np.ndarray) -> list[Trajectory]:
         """Make the trajectories of records in these rows of the index."""
@@ -347,6 +360,8 @@ class TrajectoryStore:
             self._free.give(end, start)
             end = start + -(-size // _UNIT) * _UNIT
             found.append((serial, *self._keep([row], np.array([facts], np.int64))))
+            if self._index[row, _COUNTED]:
+                self.counted.add(unroll_id(facts[TICKET_ID], facts[UNROLL_INDEX]))
             self._serial = max(self._serial, serial + 1)
         self._free.give(end, self._num_words)
         self._index[self._index[:, _STATE] == _ENDED, _STATE] = _FREE

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -178,6 +178,15 @@ class Receiver:
         self._ledger.trained(step)
         self._steps |= dict.fromkeys(step)
         self._leadership.wake()
+
+    @property
+    def counted(self) -> Collection[int]:
+        """Trajectories, by `unroll_id`, that an earlier process had received and noted with `note_counted`."""
+        return self._store.counted
+
+    def note_counted(self, unroll_ids: Iterable[int]) -> None:
+        """Note the trajectories whose episodes are in the metrics: a learner that is restarted counts them no more."""
+        self._store.note_counted(unroll_ids)
 
     def evicted(self, unroll_ids: Iterable[int]) -> None:
         """Note trajectories that were dropped, see `TicketLedger.evicted`.

@@ -83,6 +83,20 @@ def test_a_later_process_finds_all_of_it_byte_for_byte_and_in_order(path: Path) 
     assert [contents(t) for t in third.recovered()] == [contents(t) for t in originals + more]
 
 
+def test_a_later_process_knows_what_the_metrics_had_counted(path: Path) -> None:
+    first = TrajectoryStore(path, CAPACITY, ROWS)
+    commit(first, [make(i) for i in (7, 3, 9)])
+    first.note_counted([7, 9, 1000])
+    assert not first.counted
+    second = TrajectoryStore(path, CAPACITY, ROWS)
+    assert second.counted == {7, 9}
+    second.end([7, 3, 9])
+    second.recovered()
+    third = TrajectoryStore(path, CAPACITY, ROWS)
+    commit(third, [make(i) for i in (1, 2, 4)])  # into rows that were noted
+    assert not TrajectoryStore(path, CAPACITY, ROWS).counted
+
+
 def test_the_file_is_laid_out_as_described(path: Path) -> None:
     arena = TrajectoryStore(path, CAPACITY + 63, ROWS)
     kept = commit(arena, [make(1), make(2)])
