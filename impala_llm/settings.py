@@ -525,7 +525,8 @@ class ReplayConfig:
     """Reuse: samples drawn per trajectory inserted, on average at most. Below 1, so that some are not used at all, only
     with algorithm.max_staleness=null."""
     max_replayed_share: float | None = bounded(None, least=0, most=1)
-    """Share of a batch that may have been used before; None: as the priorities draw it."""
+    """Share of a batch that may have been used before; None: as the priorities draw it. With a share s an episode is
+    used at most 1 / (1 - s) times on average, whatever replay.samples_per_insert asks for."""
     target_ess: float = bounded(0.0, least=0, most=1)
     """With max_replayed_share: where the effective sample size of a batch's weights, as a fraction, falls below this,
     the share falls as well, and rises again slowly."""
