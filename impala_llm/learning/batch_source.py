@@ -357,8 +357,9 @@ class BatchSource:
         for number, t in trajectories.items():
             if number in counted:
                 self._groups.add(t)
-        self.received = [trajectories[number] for number in state.get("received", ()) if number in held | counted]
-        rest = trajectories.keys() - held - counted
+        known = held | (counted & trajectories.keys())
+        self.received = [trajectories[number] for number in state.get("received", ()) if number in known]
+        rest = trajectories.keys() - known
         self._take_in([t for number, t in trajectories.items() if number in rest], version)
 
     def _draw(self, version: int) -> Batch | None:

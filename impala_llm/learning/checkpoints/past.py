@@ -94,6 +94,8 @@ def dealt(states: Sequence[Mapping[str, Any]], rank: int, num_ranks: int) -> dic
                 for name in ("closed_short", "open")
             },
             "max_replayed": None,
+            # A checkpoint of an earlier release has none.
+            "received": [n for source in sources for n in source.get("received", ()) if is_mine(n)],
             "curriculum": merged([known for source in sources if (known := source["curriculum"])]),
         },
     }
