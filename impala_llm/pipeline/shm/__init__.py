@@ -5,5 +5,6 @@ From outside: `run_directory.RunDirectory`, `ring` (an actor's arena), `trajecto
 
 - records: record_layout (words of a header, by name), record_kernels and text_kernels (compiled checks), copy_kernels
   (copies with checksums)
-- files: owned_directory (one owner, its lock, its end), file_lock, reserved_file, store_header (sizes of a store)
+- files: owned_directory (one owner, its lock, its end), file_lock, reserved_file, store_header (sizes of a store),
+  free_space (extents of a store that no record takes up)
 """

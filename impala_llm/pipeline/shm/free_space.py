@@ -33,7 +33,11 @@ class FreeSpace:
         return start
 
     def give(self, start: int, end: int) -> None:
-        """Give [start, end) back, joined with the extents that it touches."""
+        """Give an extent back, joined with those that it touches.
+
+        Args:
+            start, end: the extent is [start, end).
+        """
         if start == end:
             return
         if end in self._by_start:
