@@ -64,7 +64,7 @@ def test_a_slow_shop_has_the_settings_of_the_quickstart() -> None:
 
 def test_versions_are_trained_as_the_lab_trains_on_the_shop() -> None:
     words = study.TASKS["versions"].words
-    assert {*words} - {"algorithm.group_size=1"} <= {*study.shop.COMMON}
+    assert {*words} - {"algorithm=topr_gae"} <= {*study.shop.COMMON}
     assert len({word for word in words if word.startswith("learner.")}) == 4
 
 
