@@ -53,7 +53,7 @@ DATA = {"a": "lag", "b": "trace", "c": "replay", "d": "variants", "e": "critic",
 """Name of the data and plots of each part."""
 SHOP_SCORES = (0.45, 0.87)
 """Range of the pictures of scores on WebShop, in which differences of 0.03 are seen; runs that broke lie below."""
-SHOP_CURVES = (0.4, 0.9)
+SHOP_CURVES, REPLAY_CURVES = (0.4, 0.9), (0.3, 0.9)
 """The same for curves."""
 
 
@@ -262,7 +262,7 @@ def report_of_second(part: str, results: list[dict[str, Any]], out: Path) -> str
     if part in ("rates", "shop-rates", "built", "built-again", "dpo-rates"):
         return contrasts.rate_table(results)
     if part == "shop-replay":
-        reporting.plot_curves(results, ("task",), "update", out / f"{part}.svg", SHOP_CURVES)
+        reporting.plot_curves(results, ("task",), "update", out / f"{part}.svg", REPLAY_CURVES)
         return contrasts.replay_table(results)
     tables = [contrasts.score_table(results)]
     methods = list(dict.fromkeys(result["settings"]["method"] for result in results))
