@@ -400,8 +400,12 @@ class AlgorithmConfig:
     @property
     def uses_reference(self) -> bool:
         """Whether log-probabilities under the reference policy are needed."""
-        is_in_rewards = self.reward_kl_coef > 0 and self.credit.learns_from_rewards
-        return self.kl_coef > 0 or is_in_rewards or self.credit.needs_reference
+        return self.kl_coef > 0 or self.has_kl_in_rewards or self.credit.needs_reference
+
+    @property
+    def has_kl_in_rewards(self) -> bool:
+        """Whether the KL to the reference policy is a part of rewards that are learned from."""
+        return self.reward_kl_coef > 0 and self.credit.learns_from_rewards
 
 
 @dataclass

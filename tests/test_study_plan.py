@@ -418,6 +418,23 @@ def test_replays_are_compared_after_the_updates_that_using_each_episode_once_mak
     assert all("| 0.105 | 0.50 |" in row for row in rows)
 
 
+def test_a_replay_is_compared_with_using_each_episode_once_at_its_own_rate_by_seed() -> None:
+    """The score of a run does not change: of its seed, less 0.1 and 0.3 where two samples are drawn uniformly."""
+
+    def result(run: lab.RunSettings) -> dict:
+        score = 0.5 + run.seed / 1000 - (0.2 + 0.1 * (-1) ** run.seed if run.method == "uniform" else 0.0)
+        if plan.rate_of(vars(run)) == 1e-4:
+            score += 0.25
+        of_point = {"sampled": score, "greedy": score, "sampled_rare": score}
+        curve = [{"update": n, **(of_point | {"greedy": 0.5} if n == 0 else of_point)} for n in range(0, 241, 40)]
+        return {"settings": json.loads(json.dumps(run.as_dict())), "curve": curve}
+
+    runs = [run for run in shop.replay([0, 1], as_scored({})) if run.method in ("each once", "uniform")]
+    rows = [row for row in keeping.less_once_table([result(run) for run in runs]).splitlines() if ", 2 samples" in row]
+    # Student's half width of -0.3 and -0.1: 12.706 times 0.1.
+    assert len(rows) == 2 and all("|".join([" -0.200 [-1.471, 1.071] "] * 3) in row for row in rows), rows
+
+
 @pytest.mark.usefixtures("few_resamples")
 def test_runs_are_pairs_only_where_both_began_with_one_policy() -> None:
     def run(method: str, seed: int, start: float, score: float) -> plan.Result:

@@ -210,7 +210,7 @@ def replay_table(results: Sequence[Result]) -> str:
     return reporting.table(header, rows)
 
 
-def seconds_of(run: Result, index: int = -1) -> float:
+def seconds_of(run: Result, index: int) -> float:
     """Seconds until an evaluation, of playing and learning side by side."""
     _, playing, learning = run["clock"][index]
     return max(playing, learning)

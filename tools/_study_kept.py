@@ -91,6 +91,31 @@ def kept_table(results: Sequence[Result]) -> str:
     return reporting.table(header, rows)
 
 
+def less_once_table(results: Sequence[Result]) -> str:
+    """A row for each sampler of `shop-replay`: its greedy score, and its scores less those of using each episode once,
+    at the same rate and by pairs, with Student's intervals: at equally many episodes, in equal time, on rare kinds."""
+    once = [run for run in results if run["settings"]["method"] == "each once"]
+    rows = []
+    for (task, method), runs in reporting.group_by(results, "task", "method").items():
+        rate = plan.rate_of(runs[0]["settings"])
+        base = [run for run in once if plan.rate_of(run["settings"]) == rate]
+        num_updates = max((run["settings"]["num_updates"] for run in base), default=0)
+        ours, theirs = (
+            [
+                contrasts.scores_by_pair(arm),
+                {contrasts.pair_of(run): contrasts.score_by(run, num_updates) for run in arm},
+                contrasts.scores_by_pair(arm, "sampled_rare"),
+            ]
+            for arm in (runs, base)
+        )
+        less = ["" if runs == base else _student(_less(*both)) for both in zip(ours, theirs, strict=True)]
+        greedy = _middle(contrasts.scores_by_pair(runs, "greedy"))
+        ess, k3 = (reporting.figure_of(runs, name) for name in ("ratio/ess", "ratio/k3"))
+        rows.append([task, method, f"{greedy:.3f}", *less, f"{ess:.2f}", f"{k3:.3f}"])
+    header = ["task", "replay", "greedy", "less once", "in equal time", "on rare kinds", "ESS", "k3"]
+    return reporting.table(header, rows)
+
+
 def _middle(scores: dict[contrasts.Pair, float]) -> float:
     return float(stats.interquartile_mean(np.array(list(scores.values()))))
 

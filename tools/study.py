@@ -263,7 +263,7 @@ def report_of_second(part: str, results: list[dict[str, Any]], out: Path) -> str
         return contrasts.rate_table(results)
     if part == "shop-replay":
         reporting.plot_curves(results, ("task",), "update", out / f"{part}.svg", REPLAY_CURVES)
-        return contrasts.replay_table(results)
+        return "\n\n".join([contrasts.replay_table(results), keeping.less_once_table(results)])
     tables = [contrasts.score_table(results)]
     methods = list(dict.fromkeys(result["settings"]["method"] for result in results))
     if part in ("shop", "shop-256", "shop-confirm"):

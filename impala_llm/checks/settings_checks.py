@@ -447,7 +447,7 @@ def _algorithm_problems(config: Config) -> list[str]:
             f"algorithm.overlong_tokens={algorithm.overlong_tokens} is more than an episode has, engine.max_length="
             f"{config.engine.max_length}: set it lower, such as {max(1, config.engine.max_length // 4)}"
         )
-    if is_shaped and algorithm.reward_kl_coef and algorithm.recompute_behaviour != "never":
+    if algorithm.has_kl_in_rewards and algorithm.recompute_behaviour != "never":
         found.append(
             f"algorithm.reward_kl_coef={algorithm.reward_kl_coef:g} takes the engine's log-probabilities, which "
             f"algorithm.recompute_behaviour={algorithm.recompute_behaviour} replaces: set algorithm.kl_coef in its "

@@ -352,12 +352,12 @@ class BatchSource:
         self._refills_left = min(state["refills_left"], math.ceil(self._refills))
         self._refills_owed = state["refills_owed"]
         held = {t.unroll_id for t in self.buffer.snapshot().trajectories}
-        # Members of open groups were counted when they came.
-        counted = set(state["groups"]["open"])
+        # The curriculum was told of members of open groups when they came.
+        in_open_groups = trajectories.keys() & set(state["groups"]["open"])
         for number, t in trajectories.items():
-            if number in counted:
+            if number in in_open_groups:
                 self._groups.add(t)
-        known = held | (counted & trajectories.keys())
+        known = held | in_open_groups
         self.received = [trajectories[number] for number in state.get("received", ()) if number in known]
         rest = trajectories.keys() - known
         self._take_in([t for number, t in trajectories.items() if number in rest], version)

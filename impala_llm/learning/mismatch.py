@@ -133,9 +133,7 @@ class MismatchMonitor:
     def __init__(self, config: Config, model: PolicyModel, device: torch.device, budget: TokenBudget) -> None:
         self._mode = config.algorithm.recompute_behaviour
         self._threshold = config.algorithm.mismatch_alarm
-        algorithm = config.algorithm
-        is_in_rewards = algorithm.reward_kl_coef > 0 and algorithm.credit.learns_from_rewards
-        self._can_recompute = config.learner.tensor_parallel == 1 and not is_in_rewards
+        self._can_recompute = config.learner.tensor_parallel == 1 and not config.algorithm.has_kl_in_rewards
         """Whether `load` takes another algorithm.recompute_behaviour than never."""
         self._needs_sampling_policy = config.algorithm.loss.needs_sampling_policy(config.learner.steps_per_update)
         self._temperature = config.engine.temperature

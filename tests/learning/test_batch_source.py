@@ -475,12 +475,13 @@ def test_what_comes_in_a_step_is_counted_in_it_or_by_the_learner_that_goes_on_fr
     arrived = [*members(0), *members(1, missing=2)]
     receiver.arriving = list(arrived)
     assert source.batch_at_hand(version=0) is None
-    amid, whole = source.state_dict(), [t.ticket_id for t in source.end_step().received]
-    after, kept = source.state_dict(), {t.unroll_id: t for t in arrived}
-    for state, counts in ((amid, whole), (after, [])):
+    amid = source.state_dict()
+    assert source.end_step().received == tuple(arrived)
+    after = source.state_dict()
+    for state, counts in ((amid, tuple(arrived)), (after, ())):
         source, _ = make_source()
-        source.load_state_dict(state, kept, version=0)
-        assert [t.ticket_id for t in source.end_step().received] == counts
+        source.load_state_dict(state, {t.unroll_id: t for t in arrived}, version=0)
+        assert source.end_step().received == counts
 
 
 REPLAY = ("replay=prioritised", "replay.max_replays=4", "algorithm.max_staleness=8")
