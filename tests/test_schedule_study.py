@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from impala_llm.commands.model_files import starting_policy_problems
 from impala_llm.config import load
 from tools import schedule_study as study
 
@@ -62,9 +63,15 @@ def test_a_slow_shop_has_the_settings_of_the_quickstart() -> None:
     assert config.learner.learning_rate == shipped.learner.learning_rate
 
 
+@pytest.mark.parametrize("task", study.TASKS)
+def test_no_run_begins_with_a_policy_that_its_environment_refuses(task: str) -> None:
+    """A shop that waits is not the shop by its name, for which alone `tiny_shopper` stands."""
+    assert {tuple(starting_policy_problems(load(run.words()))) for run in study.planned([task], 1)} == {()}
+
+
 def test_versions_are_trained_as_the_lab_trains_on_the_shop() -> None:
     words = study.TASKS["versions"].words
-    assert {*words} - {"algorithm=topr_gae"} <= {*study.shop.COMMON}
+    assert {*words} - {"algorithm=topr_gae", "model.path=impala_llm/assets/tiny_shopper"} <= {*study.shop.COMMON}
     assert len({word for word in words if word.startswith("learner.")}) == 4
 
 

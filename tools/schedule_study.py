@@ -144,11 +144,12 @@ TASKS = {
         },
     ),
     "versions": Task(
-        # The settings of COMMON in tools/_study_shop.py that are not the lab's own.
+        # The settings of COMMON in tools/_study_shop.py that are not the lab's own; the model by its folder, as above.
         "webshop",
         (
-            "model=tiny_shopper", "algorithm=topr_gae", "algorithm.aggregate=sequence_mean_token_mean",
-            "learner.batch_size=16", "learner.adam_beta2=0.99", "learner.decay=constant", "learner.token_budget=4096",
+            "model=tiny_shopper", "model.path=impala_llm/assets/tiny_shopper", "algorithm=topr_gae",
+            "algorithm.aggregate=sequence_mean_token_mean", "learner.batch_size=16", "learner.adam_beta2=0.99",
+            "learner.decay=constant", "learner.token_budget=4096",
         ),
         minutes=5, speeds={"fast": (0.0, 0.0)}, num_tasks=500, num_seeds=3, arms=corrections_by_age(),
     ),
