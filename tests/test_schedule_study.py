@@ -155,6 +155,35 @@ def test_a_finished_run_whose_settings_have_changed_is_not_taken_for_todays() ->
         assert study.run_of({**kept, "settings": kept["settings"] | changed}) is None
 
 
+def test_the_committed_runs_are_of_todays_plan() -> None:
+    """A setting that the shop has got since had its default in them: they are reported, and not refused."""
+    results = [json.loads(line) for line in (study.DATA / "runs.jsonl").read_text().splitlines()]
+    assert [result["settings"] for result in results if study.run_of(result) is None] == []
+
+
+def test_the_report_is_made_from_the_committed_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = (study.DATA / "runs.jsonl").read_bytes()
+    (tmp_path / "runs.jsonl").write_bytes(data)
+    monkeypatch.setattr(sys, "argv", ["study", "--report", "--out", str(tmp_path), "--runs", str(tmp_path / "runs")])
+    assert study.main() == 0
+    assert (tmp_path / "runs.jsonl").read_bytes() == data
+    assert {path.name for path in tmp_path.glob("*.svg")} == {path.name for path in study.DATA.glob("*.svg")}
+
+
+def test_a_shop_with_another_setting_is_another_run() -> None:
+    [run, *_] = study.planned(["shop"])
+    kept = {"settings": asdict(run) | {"overrides": run.words()}, "minutes": study.TASKS["shop"].minutes}
+    [shop] = [word for word in run.words() if word.startswith("env.args.args=")]
+    for changed, same in (
+        (shop.replace('"script_speaks_of_prices": false, ', ""), True),  # as it was before there was such a setting
+        (shop.replace('"max_steps": 30', '"max_steps": 15'), False),
+        (shop.replace('"max_steps": 30', '"steps": 30'), False),
+    ):
+        assert changed != shop
+        overrides = [changed if word == shop else word for word in run.words()]
+        assert (study.run_of({**kept, "settings": kept["settings"] | {"overrides": overrides}}) == run) is same
+
+
 def test_runs_of_other_settings_are_not_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tmp_path / "runs.jsonl"
     strange = result("η = 1", 0, 0.5) | {"minutes": 2}

@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from impala_llm.config import load  # noqa: E402
+from impala_llm.settings import WebShopConfig  # noqa: E402
 from tools import _study_report as reporting  # noqa: E402
 from tools import _study_shop as shop  # noqa: E402
 
@@ -206,7 +207,19 @@ def run_of(result: dict[str, Any]) -> Run | None:
     plan = TASKS.get(run.task)
     if plan is None or run.arm not in plan.arms or run.speed not in plan.speeds or result["minutes"] != plan.minutes:
         return None
-    return run if result["settings"]["overrides"] == run.words() else None
+    same = _in_full(plan.environment, result["settings"]["overrides"]) == _in_full(plan.environment, run.words())
+    return run if same else None
+
+
+def _in_full(environment: str, words: Sequence[str]) -> list[str | dict[str, Any]]:
+    """Settings of a run; those of the shop with all that it has today, of which one that is newer had its default."""
+    key = "env.args.args="
+    in_full: list[str | dict[str, Any]] = list(words)
+    if environment == "webshop":
+        for place, word in enumerate(words):
+            if word.startswith(key):
+                in_full[place] = asdict(WebShopConfig()) | json.loads(word.removeprefix(key))
+    return in_full
 
 
 def play(run: Run, folder: Path) -> dict[str, Any]:
@@ -432,6 +445,26 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})  # the same data give the same bytes
 
 
+def plot_by_age(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Test score by the age of the data: a colour for each correction, a dot for each run, a line through the means."""
+    figure, axis = reporting.pyplot().subplots(figsize=(5.5, 3.8))
+    corrections: dict[str, list[list[dict[str, Any]]]] = {}
+    for (arm,), runs in reporting.group_by(results, "arm").items():
+        corrections.setdefault(arm.rsplit(", ", 1)[0], []).append(runs)
+    for number, (name, arms) in enumerate(corrections.items()):
+        line, marker = reporting.style(number), reporting.marker(number)
+        means = [(mean_of(runs, "staleness"), mean_of(runs, "score")) for runs in arms]
+        axis.plot(*zip(*means, strict=True), marker=marker, label=name, **line)
+        dots = [(run["staleness"], run["score"]) for runs in arms for run in runs]
+        axis.scatter(*zip(*dots, strict=True), color=line["color"], marker=marker, alpha=0.5, s=25)
+    axis.set_xlabel("versions between playing and learning, mean of the run")
+    axis.set_ylabel("score of 500 test goals, greedy")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
 def _call(*words: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "impala_llm.cli", *words], cwd=ROOT, capture_output=True, text=True, check=False
@@ -484,7 +517,11 @@ def main() -> int:
     if found:
         reporting.write_lines(data, found)
         found = [json.loads(line) for line in data.read_text().splitlines()]  # as they were written: six digits
-        plot(found, arguments.out / "curves.svg")
+        by_age = [result for result in found if result["settings"]["task"] == "versions"]
+        if len(by_age) < len(found):
+            plot([result for result in found if result not in by_age], arguments.out / "curves.svg")
+        if by_age:
+            plot_by_age(by_age, arguments.out / "versions.svg")
         tables = [table(found), gain_table(found), speed_table(found), speed_table(found, SUCCESS)]
         print("\n" + "\n\n".join(tables))
     return 0
